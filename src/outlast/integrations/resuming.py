@@ -133,6 +133,8 @@ class ResumedLoop:
         self._reading = True
         try:
             skip, after = place.begin_epoch(loader)
+            if place.epoch:
+                keep_seed(loader)
             found = iter(loader)
             for number in range(skip):
                 if next(found, _NONE) is _NONE:
@@ -272,6 +274,18 @@ class _Place:
     def restore_step(self) -> None:
         """Set the framework's count of micro-batches, which loading a batch does not change."""
         self._trained.set_micro_step(self._step)
+
+
+def keep_seed(loader: Any) -> None:
+    """Let a new iterator of persistent workers take its seed from elsewhere than the kept generators.
+
+    Call it before an epoch that is not the first: without a restart the iterator is there, and draws none.
+    """
+    import torch
+
+    own = getattr(loader, "base_dataloader", loader)  # accelerate's
+    if getattr(own, "persistent_workers", False) and getattr(own, "_iterator", None) is None:
+        own.generator = torch.Generator().manual_seed(torch.initial_seed())
 
 
 def _sampler_of(loader: Any) -> Any:

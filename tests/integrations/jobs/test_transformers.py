@@ -14,7 +14,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.support.frameworks import alone, job, lines_of, needs, reached
-from tests.support.launching import DEADLINE, SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 
 pytestmark = needs("transformers", "accelerate")
 SCRIPT = "hf_trainer.py"
@@ -92,6 +92,40 @@ def test_the_callback_gives_the_job_back_with_a_checkpoint_of_the_trainer(tmp_pa
     steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]
     assert steps[0] == steps[1] < 12, "all ranks stop after the same step"
     assert (folder / "hf" / f"checkpoint-{steps[0]}" / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["by length", "stream", "persistent"])
+def test_a_killed_trainer_takes_the_same_samples_whatever_its_data(tmp_path: Path, kind: str) -> None:
+    """Samplers that draw from the global generators, data without a length, workers that persist."""
+    ends = {}
+    for name, ways in (("quiet", ("quiet",)), ("killed", ("fatal", "quiet"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for way in ways:
+            command = [sys.executable, str(SCRIPTS / "hf_places.py"), kind, way]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=folder
+            )
+            assert done.returncode == (-signal.SIGKILL if way == "fatal" else 0), done.stdout + done.stderr
+        ends[name] = json.loads((folder / "end").read_text())
+    seen = ends["killed"].pop("seen")
+    whole = ends["quiet"].pop("seen")
+    epochs = [sorted(one for batch in whole[at : at + 6] for one in batch) for at in (0, 6, 12)]
+    assert epochs == [list(map(float, range(24)))] * 3
+    assert whole[len(whole) - len(seen) :] == seen
+    assert len(seen) == 10, "it went on after step 8"
+    assert ends["killed"] == ends["quiet"]
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for ranks, steps in ((2, 4), (1, 7)):
+        command = ("--nproc-per-node", str(ranks))
+        with running(Run(folder / "run", "hf_shrunk.py", str(folder), str(steps), options=command)) as run:
+            assert run.finish() == 0, run.console()
+    assert "not equal to one without the fault" in run.console()
+    assert [int(line) for line in lines_of(folder / "steps-0")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_without_a_launcher_the_callback_says_and_does_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -20,42 +21,128 @@ from typing import Any, cast
 from outlast.checkpoint.content.state import capture_random, restore_random
 from outlast.config import CheckpointOptions
 from outlast.errors import UsageError
+from outlast.fields import Fields
 from outlast.integrations.announcing import require
+from outlast.integrations.collectives import from_all_ranks, from_rank0
+from outlast.integrations.resuming import keep_seed, set_loader, state_of_loader
 from outlast.integrations.transformers.callback import OLDEST
 from outlast.worker.session import Session, start
 
 require("transformers", OLDEST, "outlast.integrations.transformers")
 _trainer: Any = importlib.import_module("transformers.trainer")
+_Callback: Any = importlib.import_module("transformers.trainer_callback").TrainerCallback
+_LOG = logging.getLogger("outlast")
 _STATE = "trainer_state.json"
 _OVERRIDDEN = (
     *("train", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"),
-    *("_save_checkpoint", "_maybe_log_save_evaluate"),
+    *("_save_checkpoint", "_maybe_log_save_evaluate", "_init_training_state"),
 )
 OUTLAST = "outlast"
 
 
 class _TrainerState:
-    """The state of a Trainer that is neither model, optimizer nor scheduler.
+    """The state of a Trainer that is neither model, optimizer nor scheduler; rank 0 saves it for all ranks.
 
     Args:
         trainer: whose.
+        place: in its data.
         folder: where its state is written when it was loaded.
     """
 
-    def __init__(self, trainer: Any, folder: Path) -> None:
+    def __init__(self, trainer: Any, place: _Place, folder: Path) -> None:
         self._trainer = trainer
+        self._place = place
         self._folder = folder
+        self._loaded: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields of TrainerState, with the states of callbacks that have one."""
+        """Return the fields of TrainerState, with the states of callbacks that have one, and the place."""
         trainer = self._trainer
         state = dataclasses.replace(trainer.state, stateful_callbacks=_states_of_callbacks(trainer))
         state.save_to_json(str(self._folder / "saved.json"))
-        return {"json": (self._folder / "saved.json").read_text()}
+        return {"json": (self._folder / "saved.json").read_text(), "place": self._place.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Write the state where the Trainer reads it."""
-        (self._folder / _STATE).write_text(state["json"])
+        """Keep the state until every rank can have it."""
+        self._loaded = state
+
+    def share(self) -> None:
+        """Write the state that rank 0 has loaded where the Trainer of each rank reads it."""
+        state = Fields("the Trainer's state", from_rank0(self._loaded, "the Trainer's state"))
+        (self._folder / _STATE).write_text(state.text("json"))
+        self._place.resume(state.mapping("place"))
+
+
+class _Place(_Callback):  # type: ignore[misc]
+    """The place in the data: with what its epoch began on each rank, and how many steps it has made.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._epoch = -1
+        self._began_at = 0  # the step
+        self._began: dict[str, Any] = {}  # on rank 0: the generators of all ranks when the epoch began
+        self._steps: int | None = None  # of the epoch that is resumed
+        self._resumed: dict[str, Any] | None = None  # the generators of this rank when that epoch began
+        self.after: dict[str, Any] | None = None  # the random states of the last completed step
+
+    def state(self) -> dict[str, Any]:
+        """Return what rank 0 saves."""
+        steps = self._trainer.state.global_step - self._began_at
+        return {"epoch": max(self._epoch, 0), "steps": steps, "began": self._began}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a place that was saved."""
+        fields = Fields("the place in the data", state)
+        self._epoch, self._steps = fields.count("epoch"), fields.count("steps")
+        kept = fields.mapping("began")
+        if not kept:
+            return
+        began, args = Fields("the place in the data", kept), self._trainer.args
+        of_ranks, states = began.counts("of_ranks"), began.value("states", list)
+        if len(of_ranks) == args.world_size:
+            self._resumed = states[of_ranks[args.process_index]]
+            return
+        _LOG.warning(
+            "OutlastTrainer: saved by %d ranks and resumed by %d: the data are divided otherwise, so the run"
+            " is not equal to one without the fault; in its first epoch samples may repeat or be left out",
+            len(of_ranks),
+            args.world_size,
+        )
+
+    def taken(self) -> tuple[int, int] | None:
+        """Return the epoch that is resumed and the batches taken in it, which the Trainer may not know."""
+        if self._steps is None or _trainer.has_length(self._trainer.get_train_dataloader()):
+            return None
+        return self._epoch, self._steps * self._trainer.args.gradient_accumulation_steps
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - theirs
+        """Keep the generators as they are when an epoch begins; in a resumed one, set them so."""
+        loader = kwargs["train_dataloader"]
+        steps, began = self._steps, self._resumed
+        self._steps = self._resumed = None
+        if steps is not None and _trainer.has_length(loader):
+            steps = steps if steps * args.gradient_accumulation_steps < len(loader) else None
+        if steps is None:
+            self._epoch += 1
+        if self._epoch:
+            keep_seed(loader)
+        self._began_at = state.global_step - (steps or 0)
+        if steps is not None and began is not None:
+            restore_random(began["random"])
+            set_loader(loader, began["loader"])
+        elif self.after is not None and self._began == {}:
+            restore_random(self.after)
+        own = {"random": capture_random(), "loader": state_of_loader(loader)}
+        every = from_all_ranks(own, "the generators of an epoch", only_rank0=True) or [own]
+        states: list[Any] = []
+        for one in every:
+            if one not in states:
+                states.append(one)
+        self._began = {"of_ranks": [states.index(one) for one in every], "states": states}
 
 
 def _states_of_callbacks(trainer: Any) -> dict[str, Any]:
@@ -82,7 +169,7 @@ class OutlastTrainerMixin:
     _session: Session | None = None
     _wants_save = False
     _waits_for_epoch = -1
-    _random: dict[str, Any] | None = None
+    _place: _Place | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as the Trainer does; with ``"outlast"`` go on from the newest checkpoint of the session.
@@ -114,14 +201,22 @@ class OutlastTrainerMixin:
             scaler = getattr(trainer.accelerator, "scaler", None)
             if scaler is not None:
                 session.register(scaler=scaler)
-            restored = session.restore(trainer=_TrainerState(trainer, folder))
-            self._random = capture_random() if restored else None
+            place = _Place(trainer)
+            kept = _TrainerState(trainer, place, folder)
+            if trainer.args.process_index == 0:
+                session.register(trainer=kept)
+            if session.restore():
+                place.after = capture_random()
+                kept.share()
             restore_random(fresh)  # the Trainer draws the order of its data from it, as in the first run
             self._session, self._wants_save, self._waits_for_epoch = session, False, -1
+            self._place = place
+            trainer.add_callback(place)
             try:
                 yield
             finally:
-                self._session = None
+                self._session = self._place = None
+                trainer.remove_callback(place)
 
     def _load_from_checkpoint(self, *args: Any, **options: Any) -> Any:
         return (
@@ -139,8 +234,13 @@ class OutlastTrainerMixin:
     def _load_rng_state(self, *args: Any, **options: Any) -> Any:
         if self._session is None:
             cast(Any, super())._load_rng_state(*args, **options)
-        elif self._random is not None:
-            restore_random(self._random)
+        elif self._place is not None and self._place.after is not None:
+            restore_random(self._place.after)
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Return the epochs that are done, and the batches that were taken in the next one."""
+        found: tuple[int, int] = cast(Any, super())._init_training_state(*args, **options)
+        return found if self._place is None else self._place.taken() or found
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> Any:
         if self._session is None:
