@@ -19,7 +19,7 @@ import select
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+OUTAGE = NO_ROOM | {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
 _ROOM_POLL = 0.05
 
 TOKEN_BYTES = 4096
@@ -64,7 +65,12 @@ def make_private(folder: AnyPath) -> None:
     require_private(folder)
 
 
-def when_there_is_room(work: Callable[[], T], patience: float, waits: Callable[[OSError], None]) -> T:
+def when_there_is_room(
+    work: Callable[[], T],
+    patience: float,
+    waits: Callable[[OSError], None] = lambda _: None,
+    passing: Collection[int] = NO_ROOM,
+) -> T:
     """Do something that needs room in a file system; while there is none, wait and try again.
 
     Shared memory is everybody's on a host: what fills it is often gone a moment later.
@@ -73,6 +79,7 @@ def when_there_is_room(work: Callable[[], T], patience: float, waits: Callable[[
         work: may be done several times.
         patience: in seconds.
         waits: called before each wait.
+        passing: numbers of the errors that may pass.
 
     Raises:
         OSError: there is still no room, or the file system refused for another reason.
@@ -82,7 +89,7 @@ def when_there_is_room(work: Callable[[], T], patience: float, waits: Callable[[
         try:
             return work()
         except OSError as error:
-            if error.errno not in NO_ROOM or time.monotonic() > deadline:
+            if error.errno not in passing or time.monotonic() > deadline:
                 raise
             waits(error)
             time.sleep(_ROOM_POLL)

@@ -15,6 +15,8 @@ from outlast.config import CheckpointOptions
 from outlast.ports import Clock
 from outlast.recovery.policy.events import Record
 
+OUTAGE_SECONDS = 20.0  # for which a file system may refuse what is asked for at a start
+
 
 @dataclass(frozen=True)
 class SaveContext:

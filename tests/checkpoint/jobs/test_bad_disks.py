@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
 from tests.support import ckpt_run
-from tests.support.jobs import DEADLINE, Job
+from tests.support.jobs import DEADLINE, Job, mounted, needs_root
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
+from tests.support.teams import Team
 
 LOAD = """
 import sys
@@ -90,6 +92,25 @@ def test_training_does_not_wait_for_a_slow_disk_and_nothing_is_lost(node: Node, 
     assert node.logged("save_lost") == []
     node.join(other := Job(9), generation=2)
     assert (node.loaded().step, other.content()) == (7, content[7])
+
+
+@needs_root
+def test_ranks_that_start_while_the_disk_may_only_be_read_wait_for_it(tmp_path: Path) -> None:
+    team = Team(tmp_path, ("a", "b"))
+    disk = team.nodes[0].durable
+    disk.mkdir()
+    with mounted(disk, "-t", "tmpfs", "tmpfs"):
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        again = ["mount", "-o", "remount,rw", str(disk)]
+        timer = threading.Timer(2.0, lambda: subprocess.run(again, check=True))
+        timer.start()
+        team.start()
+        timer.join()
+        team.train(1, durable=lambda _: True)
+        until(lambda: team.on_disk() == [copy_name(1, 1)], "the copy on disk")
+        for node in team.nodes:
+            node.saver.hang_up()
+            until(node.saver.ended, "the end of the writer")
 
 
 @needs_strace

@@ -39,6 +39,12 @@ def test_a_run_whose_copies_are_all_gone_is_refused_until_they_are_back(tmp_path
     shutil.copytree(aside, copies)
     assert launched(run) == 0, run.console()
     assert run.records("loaded")[-1]["step"] == 60
+    shutil.rmtree(copies / kept[-1])
+    (copies / "quarantine").touch()  # which is no folder
+    assert launched(run) == 0, run.console()
+    assert run.records("loaded")[-1]["step"] == 40
+    assert kept[-1] in run.records("loaded")[-1]["reason"], "the run has saved it"
+    assert kept[-1] in run.console()
     shutil.rmtree(copies)
     (run.folder / "job_state.json").unlink()
     assert launched(run) == 0, run.console()

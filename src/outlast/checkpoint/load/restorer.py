@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.state import apply, require_fit
-from outlast.checkpoint.context import SaveContext
+from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
-from outlast.checkpoint.policy.manifest import some
+from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import (
     Copy,
+    CopyState,
     CopyStatus,
     Excluded,
     LoadPlan,
@@ -31,7 +33,10 @@ from outlast.checkpoint.tiers.inventory import inspect, inspect_for, serves
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint, OutlastError
 from outlast.fields import Damage, DamagedCopy
+from outlast.files import OUTAGE, when_there_is_room
 from outlast.recovery.policy.events import Loaded, Note, Quarantined
+
+_POLL = 0.25
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class Restorer:
 
     def __init__(self, around: SaveContext) -> None:
         self._around = around
+        self._looked_at: dict[str, str] = {}  # the copies that some rank sees
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
         """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
@@ -157,6 +163,7 @@ class Restorer:
                 attempt = _Attempt(self._around, plan, state, Marks(avoid))
                 agreed = self._around.rounds.hold("examined", attempt.examine)
                 if agreed.fine:
+                    self._note_missing(plan, unusable, Marks(avoid).durable)
                     return self._finish(plan, attempt, agreed, unusable, started)
                 unusable[plan.name] = agreed.text
                 self._put_away(plan, agreed)
@@ -167,6 +174,12 @@ class Restorer:
                     break
         self._require_new(resolution, unusable, Marks(avoid).durable)
         return None
+
+    def _note_missing(self, plan: LoadPlan, unusable: dict[str, str], known: Collection[str]) -> None:
+        """Report newer copies that the run has on disk by what the launcher knows, and that nobody sees."""
+        for name in () if self._around.settings.global_url else known:  # some may be there alone
+            if place_of(name) > (plan.step, plan.generation) and name not in unusable | self._looked_at:
+                unusable[name] = "the run has saved it, and it is not there any more"
 
     def _require_new(self, resolution: Resolution, unusable: dict[str, str], known: Collection[str]) -> None:
         """Check that a run of which nothing can be loaded has never saved.
@@ -223,11 +236,20 @@ class Restorer:
         marks = Marks(avoid)
         rank, world_size = around.identity.rank, around.identity.world_size
 
+        deadline = time.monotonic() + OUTAGE_SECONDS  # for all of it
+
+        def seen(each: DirectoryTier, name: str) -> Copy:
+            found = inspect_for(each, name, rank, world_size)
+            while found.state is CopyState.UNREADABLE and time.monotonic() < deadline:
+                time.sleep(_POLL)  # what is passed over now will be left behind by what is saved next
+                found = inspect_for(each, name, rank, world_size)
+            return replace(found, tier=each.name)
+
         def look() -> dict[str, Any]:
             copies: dict[str, Copy] = {}
             for each in around.tiers:
-                for name in each.names():
-                    found = replace(inspect_for(each, name, rank, world_size), tier=each.name)
+                for name in when_there_is_room(each.names, OUTAGE_SECONDS, passing=OUTAGE):
+                    found = seen(each, name)
                     if not serves(found, rank, world_size):
                         continue
                     copies[name] = preferred([copies[name], found], marks) if name in copies else found
@@ -237,6 +259,7 @@ class Restorer:
         agreed.raise_common(CheckpointError)
         inventories = [inventory_from_json(report.data["copies"]) for report in agreed.reports]
         resolution = resolve(inventories, avoid, around.identity.run_id)
+        self._looked_at = {copy.name: "" for inventory in inventories for copy in inventory}
         unusable = {
             f"quarantine/{name}": reason
             for report in agreed.reports

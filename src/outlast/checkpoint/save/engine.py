@@ -39,6 +39,7 @@ from outlast.checkpoint.save.rendezvous import (
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status, alike_pool
+from outlast.checkpoint.writer_process import is_locked
 from outlast.errors import CheckpointError, SaveFailed
 from outlast.files import when_there_is_room
 from outlast.ports import Exchange
@@ -169,9 +170,12 @@ class Engine:
         elif now - self._waits_since > _SLOW and not self._waits_told:
             self._waits_told = True
             around = self._around
+            why = f"the disk is slow ({around.tier.folder})"
+            if not is_locked(self._memory.lock):
+                why = f"no checkpoint writer is at work in {self._memory.root}"
             around.record(
                 Note,
-                reason=f"a save waits for a free checkpoint buffer: the disk is slow ({around.tier.folder});"
+                reason=f"a save waits for a free checkpoint buffer: {why};"
                 f" it waits up to checkpoints.timeout, {around.settings.timeout:g} s",
             )
         self._keep_saver()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import files
-from outlast.checkpoint.context import SaveContext
+from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
@@ -159,13 +159,16 @@ class SaveRendezvous:
     def _probe(self, session: str) -> Path:
         return self._around.tier.folder / f"{_PROBE}{session}"
 
+    def _leave(self, session: str) -> None:
+        self._around.tier.folder.mkdir(parents=True, exist_ok=True)
+        self._probe(session).touch()
+
     def _say(self, nbytes: int) -> dict[str, Any]:
         around = self._around
         before = self._before = self._memory.members()
         session = os.urandom(6).hex()
         if around.leads and around.identity.world_size > 1:
-            around.tier.folder.mkdir(parents=True, exist_ok=True)
-            self._probe(session).touch()
+            files.when_there_is_room(lambda: self._leave(session), OUTAGE_SECONDS, passing=files.OUTAGE)
         return {
             "node": self._place.node,
             "domains": dict(self._place.domains),

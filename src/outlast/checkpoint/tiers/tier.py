@@ -187,7 +187,7 @@ class DirectoryTier:
         """Return what was set aside, by name, each with its reason."""
         place = self.folder / _QUARANTINE
         found = {}
-        for entry in self._entries(place):
+        for entry in self._entries(place) if place.is_dir() else ():
             name = entry.removesuffix(".reason.json")
             if name.startswith("step-") and name not in found:
                 found[name] = self._reason(place / f"{name}.reason.json")
