@@ -74,6 +74,27 @@ def test_the_same_fault_at_the_same_announced_step_ends_the_job(tmp_path: Path) 
     assert {one["step"] for one in run.records("fault_seen")} == {12}
 
 
+LONG_END = """
+import atexit, time
+atexit.register(time.sleep, 9)  # runs after what is registered later
+import outlast
+for step in range(1, 400):
+    time.sleep(0.005)
+    outlast.progress(step)
+"""
+
+
+def test_a_long_end_of_the_interpreter_is_no_hang(tmp_path: Path) -> None:
+    """The timeouts that short steps have taught do not apply to it."""
+    script = tmp_path / "long_end.py"
+    script.write_text(LONG_END)
+    options = ("--nproc-per-node", "1", "--ft-workload-check-interval", "0.5")
+    with running(Run(tmp_path / "run", str(script), options=options)) as run:
+        assert run.finish() == 0, run.console()
+    assert run.records("fault_seen") == []
+    assert list((run.folder / "incidents").glob("*")) == []
+
+
 def test_without_a_launcher_nothing_happens(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "own_checkpoints.py"), str(tmp_path), "20", "0", "announce"]
     done = subprocess.run(

@@ -7,6 +7,7 @@ optimizer step counts as a step, through torch's own global post-step hook. A sc
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ class _Here:
     announced: int | None = None  # the latest step that the script announced; None: it announces none
     times = 0
     warm_after = 0
+    ends = False  # the end of the interpreter is reported
 
 
 def attach(path: str | None, optimizers: ModuleType | None = None) -> HeartbeatPage:
@@ -152,8 +154,18 @@ def begin_announcing(path: str, warm_after: int) -> None:
             " two out"
         )
     attach(path)
+    if not _Here.ends:
+        _Here.ends = True
+        atexit.register(_end)
     if _Here.announced is None:
         _Here.announced, _Here.times, _Here.warm_after = -1, 0, warm_after
+
+
+def _end() -> None:
+    """Begin the time of the interpreter's end: the timeouts of steps no longer apply."""
+    if _Here.page is not None and _Here.announced is not None:
+        _Here.page.repeat()
+        _Here.page.set_state(RankState.DONE)
 
 
 def announce(step: int, stays: bool) -> None:
