@@ -82,6 +82,49 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
     assert not found["crash"].ok
 
 
+@pytest.mark.parametrize("text", ["print('done')\n", SESSION.format(first="").replace("1_000_000", "12")])
+def test_a_script_that_finishes_meanwhile_has_not_failed(tmp_path: Path, text: str) -> None:
+    found = rehearse(tmp_path, text)
+    assert [name for name, one in found.items() if one.fails] == []
+
+
+def test_a_script_is_not_started_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """What it would write stays as it is, whatever path it names."""
+    folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+        (place / "latest.pt").write_bytes(b"a long training")
+    script = folder / "train.py"
+    names = "'latest.pt', 'trained', sys.argv[1]"
+    script.write_text(f"import sys\nfor name in ({names}):\n    open(name, 'wb').write(b'step 17')\n")
+
+    def state() -> dict[str, tuple[bytes, int]]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    before = state()
+    words = [
+        sys.executable,
+        "-m",
+        "outlast",
+        "doctor",
+        "--timeout",
+        "60",
+        "train.py",
+        elsewhere / "latest.pt",
+    ]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=WITHIN, check=False)
+    assert done.returncode in (0, 69), done.stderr
+    assert state() == before, done.stdout
+    refused = subprocess.run(
+        [*words[:4], "--train"], cwd=folder, capture_output=True, timeout=WITHIN, check=False
+    )
+    assert refused.returncode == 2
+    trains = [*words[:4], "--train", "--check", "start", "--timeout", "60", *words[-2:]]
+    subprocess.run(trains, cwd=folder, capture_output=True, timeout=WITHIN, check=False)
+    assert (elsewhere / "latest.pt").read_bytes() == b"step 17"
+
+
 def test_a_rehearsal_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     words = ["doctor", "--check", "crash", "--timeout", str(WITHIN), "--run-dir", str(tmp_path / "run")]
     with subprocess.Popen([sys.executable, "-m", "outlast", *words], cwd=tmp_path) as doctor:

@@ -29,10 +29,11 @@ _SAVE = 60.0  # seconds; what the lints assume where nothing was measured
 _TOGETHER = {"script": {"script", "ddp", "modules"}, "write": {"write", "saving", "timeouts"}}
 _EXAMPLES = """\
 examples:
-  outlast doctor                                     this machine, with the packaged example as the job
-  outlast doctor --nproc-per-node 8 train.py --lr 1  and this script, which runs for some steps
-  outlast doctor --no-rehearsal --job-file job.sh    nothing is started; a batch file is looked at
-  outlast doctor --check shm --check open-files      these checks only"""
+  outlast doctor                        this machine, with the packaged example as the job
+  outlast doctor train.py               and this script, which is read and not started
+  outlast doctor --train train.py --lr 1  the script trains for a minute: its outputs are overwritten
+  outlast doctor --no-rehearsal --job-file job.sh  nothing is started; a batch file is looked at
+  outlast doctor --check shm --check open-files    these checks only"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: an option is wrong.
     """
     given = _parser().parse_args(arguments)
+    if given.train and (given.script is None or not given.rehearse):
+        raise UsageError(
+            "--train: it rehearses with a SCRIPT, and not with --no-rehearsal; nothing was started"
+        )
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(ExitCode.SIGNAL_BASE + number)
     )  # removes what it made
@@ -70,13 +75,16 @@ def main(arguments: Sequence[str]) -> int:
     found += [policy.cured(one) for one in preflight.finish(options, probe, deadline)]
     measured = job.earlier(run_dir)
     rehearsed = given.rehearse and bool(only & {*policy.PATHS, "left-behind"})
-    if rehearsed and given.script is not None and (held := _held(run_dir)):
+    script = given.script if given.train else None
+    if rehearsed and script is not None and (held := _held(run_dir)):
         found += [policy.unrehearsed(path, held) for path in policy.PATHS]
     elif rehearsed and not any(one.fails for one in found):
-        wish = rehearsal.Wish(given.script, tuple(given.arguments), ranks, config, disk.place)
+        wish = rehearsal.Wish(
+            script, tuple(given.arguments) if given.train else (), ranks, config, disk.place
+        )
         told, of_rehearsal = rehearsal.carry_out(wish, deadline)
         found += told
-        measured = measured if given.script is None or measured.source else of_rehearsal
+        measured = measured if script is None or measured.source else of_rehearsal
     found += _of_the_job(given.job_file, config, environment, measured, disk.rate)
     return _end([one for one in found if one.check in only], given.json)
 
@@ -108,8 +116,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("script", type=Path, nargs="?", metavar="SCRIPT", help="the training script; it runs for some steps")
+    add(
+        "script",
+        type=Path,
+        nargs="?",
+        metavar="SCRIPT",
+        help="the training script; it is read, and started only with --train",
+    )
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
+    add(
+        "--train",
+        action="store_true",
+        help="rehearse with SCRIPT: it TRAINS here for a minute, is killed and started again, and writes"
+        " its files as always (default: the packaged example is rehearsed)",
+    )
     add(
         "--run-dir", type=Path, help="run folder (default outlast-runs/<script>, without SCRIPT outlast-runs)"
     )

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -52,6 +52,8 @@ _SHARE_FOR_SAVES = 0.4  # of the time that is left after the first step
 _LEAST_TIMEOUT = 5.0  # seconds without a heartbeat; a busy machine is silent for one or two
 _STEPS = 20  # that the timeout of the rehearsal is long
 _STARTS = 3  # as long as the start took: a job that is not running again by then does not go on
+_ENDS_WITHIN = 2.0  # seconds in which a launcher ends whose ranks have finished
+_FINISHED = "the script finished before this could be tried; give it more steps"
 _MOST_SAID = 4096  # bytes of the job's output that are looked at for the reason
 
 
@@ -114,6 +116,9 @@ def _paths(job: _Job) -> Iterator[Diagnosis]:
         job.start = time.monotonic() - began
         yield policy.rehearsed("start", f"first step after {job.start:.1f} s")
         if not job.see(lambda _: len(job.copies()) > 1, _SHARE_FOR_SAVES):
+            if job.has_finished():
+                yield policy.unrehearsed("preemption", _FINISHED)
+                return
             for path in ("preemption", "damaged-copy"):
                 yield policy.unrehearsed(
                     path, "no two checkpoints came: has the script a session that saves?"
@@ -151,6 +156,8 @@ def _preemption(job: _Job) -> Diagnosis:
     took = f"after {time.monotonic() - told:.1f} s"
     if code == ExitCode.SIGNAL_BASE + signal.SIGTERM and saved:
         return policy.rehearsed("preemption", f"step {saved[-1].step} was saved, and the job ended {took}")
+    if code == ExitCode.OK:
+        return policy.unrehearsed("preemption", _FINISHED)
     ended = "did not end" if code is None else f"ended with exit code {code}"
     return job.failed(
         "preemption",
@@ -166,6 +173,8 @@ def _damaged(job: _Job, name: str) -> Diagnosis:
     began = time.monotonic()
     if job.see(lambda new: set_aside(new) and _any(new, FirstStep)):
         return policy.rehearsed("damaged-copy", f"{name} was set aside, an older copy was loaded")
+    if job.has_finished() and set_aside(job.new):
+        return policy.unrehearsed("damaged-copy", f"{name} was set aside; {_FINISHED}")
     return job.failed("damaged-copy", began, f"{name}, of which one bit was changed: {job.said()}")
 
 
@@ -191,7 +200,7 @@ def _hurt(job: _Job, path: str, number: int, what: str) -> Diagnosis:
     try:
         faults.signal_rank(faults.find(job.run_dir), rank, number)
     except OutlastError as error:
-        return policy.broken(path, str(error))
+        return policy.unrehearsed(path, _FINISHED) if job.has_finished() else policy.broken(path, str(error))
     if job.see(lambda new: _any(new, FaultSeen) and _any(new, FirstStep)):
         took = time.monotonic() - began
         return policy.rehearsed(path, f"rank {rank} {what}; the next step was there after {took:.1f} s")
@@ -199,6 +208,8 @@ def _hurt(job: _Job, path: str, number: int, what: str) -> Diagnosis:
         return job.failed(
             path, began, f"rank {rank} {what}; no step came in {time.monotonic() - began:.0f} s"
         )
+    if job.has_finished():
+        return policy.unrehearsed(path, _FINISHED)
     return policy.broken(path, f"rank {rank} {what}, and the job ended: {job.said()}")
 
 
@@ -285,9 +296,17 @@ class _Job:
         self.observer.look()
         return code
 
+    def has_finished(self) -> bool:
+        """Say whether the script has come to its end, which is no failure; a job that ends has a moment."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ENDS_WITHIN)
+        return self.process.poll() == ExitCode.OK
+
     def no_start(self, seconds: float) -> Diagnosis:
         """Return what is told when no step came."""
         code = self.process.poll()
+        if code == ExitCode.OK:
+            return policy.unrehearsed("start", f"{_FINISHED}, without a step that was reported")
         if code is None:
             return policy.unrehearsed("start", f"no step was reported in {seconds:.0f} s: {self.said()}")
         return policy.broken(
