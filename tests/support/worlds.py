@@ -56,7 +56,7 @@ def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | Non
     if landing is not None:
         landing.land()
         landing.close()
-    apply(state, received.saved, received.random)
+    apply(state, received.saved, received.random, received.parameters)
     return received
 
 

@@ -91,7 +91,7 @@ def load(folder: Path, identity: Identity, state: dict[str, object]) -> reshard.
     left: list[Any] = [None] * identity.world_size
     dist.all_gather_object(left, received.left)
     reshard.require_claimed(left)
-    apply(state, received.saved, received.random)
+    apply(state, received.saved, received.random, received.parameters)
     return received
 
 
