@@ -10,7 +10,9 @@ import torch
 from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.transfers import copy_tensors, octets_of
 from outlast.checkpoint.save.mapping import Mapping
+from outlast.config import CheckpointOptions
 from tests.checkpoint.jobs.test_staging import Staging, expected, same
+from tests.support.jobs import checkpointer
 
 _STEPS = 6
 
@@ -123,3 +125,26 @@ def test_random_states_of_a_gpu_come_back() -> None:
     first = torch.randn(9, device="cuda")
     restore_random(kept)
     assert torch.equal(torch.randn(9, device="cuda"), first)
+
+
+def test_a_captured_graph_sees_the_restored_learning_rate(tmp_path: Path) -> None:
+    """The rate stays the tensor that the graph reads, on its device."""
+
+    def made(rate: float) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+        lr = torch.tensor(rate, device="cuda")
+        return torch.optim.Adam([weight], lr=lr, capturable=True)
+
+    options = CheckpointOptions(async_save=False)
+    saved, resumed = made(0.5), made(0.1)
+    assert checkpointer(tmp_path, settings=options).save(1, {"optimizer": saved}, "a test")
+    rate = resumed.param_groups[0]["lr"]
+    read = torch.zeros((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read.copy_(rate)
+    loader = checkpointer(tmp_path, generation=2, settings=options)
+    assert loader.restore({"optimizer": resumed}) is not None
+    assert resumed.param_groups[0]["lr"] is rate
+    graph.replay()
+    assert read.item() == 0.5

@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +166,55 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return found
 
 
+def halve(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "in place": halve,
+    "data": lambda weight: weight.data.mul_(0.5),
+    "clipping": lambda weight: weight.data.clamp_(-0.01, 0.01),
+    "foreach": lambda weight: torch._foreach_mul_([weight.data], 0.5),
+    "numpy": lambda weight: weight.detach().numpy().__imul__(0.5),
+    "one element": lambda weight: weight.data[7, 7].add_(1),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_parameter_that_changes_under_a_lazy_copy_makes_no_checkpoint(
-    node: Node, changed: threading.Event
+    how: str, node: Node, changed: threading.Event
 ) -> None:
+    """Also where no version counter tells: weights are clipped, or exchanged for averages, through .data."""
     job = Job(0, width=300)
     saver = node.join(job, staging="lazy")
     job.train()
     assert saver.stage(Order(1, True, "a test"), job.state)
-    with torch.no_grad():
-        job.model[0].weight.mul_(2)
+    CHANGES[how](job.model[0].weight)
     changed.set()
     assert not saver.durable(1)
     lost = node.logged("save_lost")
     assert len(lost) == 1
     assert "model.0.weight was changed while it was copied" in lost[0]["reason"]
     assert not node.durable.exists() or copy_name(1, 1) not in os.listdir(node.durable)
+
+
+def test_other_memory_for_a_parameter_does_not_change_what_is_saved(
+    node: Node, changed: threading.Event
+) -> None:
+    job = Job(0, width=300)
+    saver = node.join(job, staging="lazy")
+    job.train()
+    content = job.content()
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    job.model[0].weight.data = torch.zeros(300, 300)
+    with torch.no_grad():
+        job.model[2].weight.set_(torch.zeros(300, 300))
+    changed.set()
+    assert saver.durable(1)
+    other = Job(99, width=300)
+    node.join(other, generation=2)
+    assert other.content() == content
 
 
 def test_lazy_staging_waits_before_a_compiled_step_of_an_optimizer(node: Node) -> None:

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -56,6 +56,33 @@ def _digest(tensor: torch.Tensor) -> int:
         tensor = octets_of(tensor)
     found: int = xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     return found
+
+
+Mark = int | torch.Tensor | None  # sums stay on the device until they are compared
+
+
+def marks_of(tensors: Mapping[str, torch.Tensor], spread: Callable[..., Iterable[int]]) -> dict[str, Mark]:
+    """Return what tells later whether bytes in host memory are those that the tensors have now, by key.
+
+    A device computes its part behind what it was given to do; nothing waits for it.
+
+    Args:
+        tensors: by key.
+        spread: like ``map``; may call in several threads.
+    """
+    here = [key for key, one in tensors.items() if one.is_cpu and one.numel()]
+    found: dict[str, Mark] = dict(zip(here, spread(_digest, [tensors[key] for key in here]), strict=True))
+    for key, one in tensors.items():
+        if key not in found:
+            found[key] = _sums(one) if one.numel() else None
+    return found
+
+
+def is_marked(octets: torch.Tensor, mark: Mark) -> bool:
+    """Say whether bytes in host memory are those of the tensor that a mark was made of."""
+    if isinstance(mark, torch.Tensor):
+        return torch.equal(_sums(octets), mark.cpu())
+    return mark is None or _digest(octets) == mark
 
 
 def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -162,7 +162,8 @@ def digests_of(captured: Captured, spread: Spread = map) -> dict[str, str]:
 
 
 @functools.cache
-def _digesters() -> ThreadPoolExecutor:
+def digesters() -> ThreadPoolExecutor:
+    """Return the threads that take digests."""
     return ThreadPoolExecutor(torch.get_num_threads(), "digest")
 
 
@@ -185,7 +186,7 @@ def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[st
     def say() -> dict[str, object]:
         captured = capture(state)
         tensors.update(captured.tensors)
-        mine.update(digests_of(captured, _digesters().map))
+        mine.update(digests_of(captured, digesters().map))
         return {"digests": sorted(mine.items())} if leads else {}
 
     said = rounds.hold("digests", say)
@@ -285,6 +286,11 @@ class Share:
         """The file that this rank writes."""
         return None if self._buffer is None else (self.layouts[self.own], self._buffer)
 
+    @property
+    def written_keys(self) -> Collection[str]:
+        """The tensors in the file that this rank writes."""
+        return self.layouts[self.own].entries.keys() if self._buffer is not None else ()
+
     def claim(self, name: str, timeout: float, nudge: Callable[[], None]) -> bool:
         """Take a buffer for the file; see :meth:`Buffers.claim`."""
         assert self.buffers is not None
@@ -304,7 +310,7 @@ class Share:
         """
         for number, file in self._files_of_others():
             wanted = file.with_any(self.tensors.keys() - set(late))
-            self._digests[number] = file.digests(wanted, _digesters().map)
+            self._digests[number] = file.digests(wanted, digesters().map)
 
     def digest_rest(self) -> None:
         """Digest the lazy tensors; in this thread only, beside training."""

@@ -2,8 +2,9 @@
 
 ``eager``: the state is copied before the call returns; a thread tells the writer. ``lazy``: what
 only optimizers change is copied while the next forward and backward run; a hook before each
-optimizer's step waits for the copy. A tensor that was changed all the same in the meantime is
-noticed by its version counter, and the save is given up: a torn state never becomes a checkpoint.
+optimizer's step waits for the copy. Digests of these tensors are taken before the call returns, and
+compared with the copy: where something else has changed one, in whatever way (``.data``, a view of
+numpy's), the save is lost: a torn state never becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +30,13 @@ from outlast.checkpoint.content.format import (
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.tensor_digest import Mark, is_marked, marks_of
 from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.fingerprint import Fingerprint
-from outlast.checkpoint.save.sharing import Share, Sharing
+from outlast.checkpoint.save.sharing import Share, Sharing, digesters
 from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
@@ -72,10 +74,25 @@ class _Copying:
     captured: Captured
     layout: Layout
     buffer: Buffer
-    versions: dict[str, int]
+    marks: dict[str, Mark]  # of the tensors that are copied late
     moment: DeviceMoment
     cursor: object
     share: Share | None
+
+    @property
+    def images(self) -> list[tuple[Layout, Buffer]]:
+        """The files that are written."""
+        shared = None if self.share is None else self.share.written
+        return [(self.layout, self.buffer), *([] if shared is None else [shared])]
+
+    def changed(self) -> Iterator[str]:
+        """Yield the tensors whose copies are not what the tensors were when they were marked."""
+        for layout, buffer in self.images:
+            image = as_tensor(buffer.memory)
+            for key in layout.entries.keys() & self.marks.keys():
+                entry = layout.entries[key]
+                if not is_marked(image[entry.begin : entry.end], self.marks[key]):
+                    yield key
 
 
 class Stager:
@@ -105,6 +122,8 @@ class Stager:
         self._rest: queue.SimpleQueue[tuple[_Copying, float] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self._copied = threading.Event()  # the copy is complete, and may still have to be compared
+        self._copied.set()
         self._thread = threading.Thread(target=self._serve, name="staging", daemon=True)
         self._thread.start()
         self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
@@ -173,14 +192,16 @@ class Stager:
             if not self._claim_second(share, name, left, buffer):
                 return None
         late = _of_optimizers(state, captured) if lazily and not self.replays else set()
-        versions = {key: captured.tensors[key]._version for key in late}
+        written = own.keys() if share is None else own.keys() | share.written_keys
+        marks = marks_of({key: captured.tensors[key] for key in late & written}, digesters().map)
         cursor = Encoder().encode(order.cursor, ("cursor",))
         moment = DeviceMoment(captured.tensors[key] for key in late)
-        copying = _Copying(order, captured, layout, buffer, versions, moment, cursor, share)
-        self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - late)
+        copying = _Copying(order, captured, layout, buffer, marks, moment, cursor, share)
+        self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - marks.keys())
         if share is not None:
             share.digest(late)
         blocked = time.monotonic() - began
+        self._copied.clear()
         self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
         self._rest.put((copying, blocked))
         return waited
@@ -215,8 +236,11 @@ class Stager:
             CheckpointError: a copy within this host's memory did not end.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            self.replays = True  # without this hook and without version counters, from now on
-        if not self._idle.wait(_COPY_PATIENCE):
+            self.replays = True  # without this hook, from now on
+        self._wait_for(self._copied)
+
+    def _wait_for(self, event: threading.Event) -> None:
+        if not event.wait(_COPY_PATIENCE):
             raise CheckpointError(
                 f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
                 " change what is being saved"
@@ -230,16 +254,14 @@ class Stager:
             OSError: it ended, but the writer could not be told.
         """
         self.until_copied()
+        self._wait_for(self._idle)
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
 
     def _copy(self, threads: int, copying: _Copying, keys: Iterable[str]) -> None:
         tensors, wanted = copying.captured.tensors, set(keys)
-        images = [(copying.layout, copying.buffer)]
-        if copying.share is not None and copying.share.written is not None:
-            images.append(copying.share.written)
-        for layout, buffer in images:
+        for layout, buffer in copying.images:
             entries = layout.entries
             here = [(tensors[key], entries[key].begin) for key in entries.keys() & wanted]
             copy_tensors(here, as_tensor(buffer.memory), threads)
@@ -247,6 +269,7 @@ class Stager:
     def _serve(self) -> None:
         while (next_one := self._rest.get()) is not None:
             self._finish(*next_one)
+            self._copied.set()
             self._idle.set()
 
     def _finish(self, copying: _Copying, blocked: float) -> None:
@@ -254,14 +277,14 @@ class Stager:
         error = ""
         try:
             with copying.moment.awaited():
-                self._copy(1, copying, copying.versions)
+                self._copy(1, copying, copying.marks)
                 if copying.share is not None:
                     copying.share.digest_rest()
-            for key, version in copying.versions.items():
-                if copying.captured.tensors[key]._version != version:
-                    step = copying.order.step
-                    error = f"step {step}: {key} was changed while it was copied; the save was given up"
-                    break
+            self._copied.set()
+            changed = next(copying.changed(), "")
+            if changed:
+                step = copying.order.step
+                error = f"step {step}: {changed} was changed while it was copied; the save was given up"
         except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
         try:
@@ -307,8 +330,8 @@ class Stager:
 def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
     """Return the keys of the tensors that nothing but an optimizer's step changes.
 
-    Parts of distributed tensors are not among them: their version counters do not tell of a change. Nor is
-    what a capturable optimizer has: a CUDA graph that is replayed changes it without hook and counter.
+    Parts of distributed tensors are not among them: late copies of them are not tried out. Nor is what a
+    capturable optimizer has: a CUDA graph that is replayed changes it without a hook, at every step.
     """
     owned: set[int] = set()
     for holder in state.values():
