@@ -113,6 +113,7 @@ class Gauge:
     def read(self) -> Reading:
         """Return the result of the step, and reset; waits for the device once."""
         values: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         shares: list[tuple[float, int]] = []
         for group in self._groups:
             found = [grad for one in group.parameters if (grad := one.grad) is not None]
@@ -121,12 +122,14 @@ class Gauge:
                     found = [one.to_local() for one in found]  # type: ignore[attr-defined]
             if found:
                 values += _norms(found, group.kind)
+                gradients += found
                 shares.append((group.root, len(values)))
         if self._count:
             values.append(self._total)
         numbers = self._to_host(values) if values else []
         loss = numbers.pop() / self._count if self._count else None
         self._count = 0
+        numbers = [_in_range(one, norm) for one, norm in zip(gradients, numbers, strict=True)]
         norm = _whole(numbers, shares) if numbers else None
         self._bad = [] if norm is None or math.isfinite(norm) else self._names_of_bad(numbers)
         return Reading(loss, norm)
@@ -158,7 +161,17 @@ def bad_gradients(model: torch.nn.Module) -> list[str]:
     with torch.no_grad():
         norms = [_norms([local_of(one)], _sums_in(one.dtype))[0] for one in named.values()]
         numbers = torch.stack(norms).tolist() if norms else []
+        gradients = [local_of(one) for one in named.values()]
+        numbers = [_in_range(one, norm) for one, norm in zip(gradients, numbers, strict=True)]
     return [name for name, norm in zip(named, numbers, strict=True) if not math.isfinite(norm)]
+
+
+def _in_range(gradient: torch.Tensor, norm: float) -> float:
+    """Return the norm of a gradient; where it is not finite, the squares may only have been too large."""
+    if math.isfinite(norm) or gradient.is_complex():
+        return norm
+    with torch.no_grad():
+        return float(_norms([gradient], torch.float64)[0])
 
 
 def _norms(gradients: list[torch.Tensor], kind: torch.dtype | None) -> Sequence[torch.Tensor]:
