@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import select
 import signal
@@ -230,6 +229,8 @@ class Child:
         """Send a signal to this process only; return whether there is one."""
         try:
             signal.pidfd_send_signal(self.pidfd, signum)
+        except PermissionError:  # it runs as somebody else by now
+            return True
         except OSError as error:
             if error.errno not in (errno.ESRCH, errno.EBADF):
                 raise
@@ -248,12 +249,12 @@ class Child:
 
         What is started meanwhile, or has lost its parent, becomes a child of the subreaper.
         """
-        below = [(pid, self.pid) for pid in children_of(self.pid)]
+        below = list(_held_below(self.pid))  # before their parents die, and others adopt them
         self.send(signal.SIGKILL)
-        while below:
-            pid, parent = below.pop()
-            below += ((one, pid) for one in children_of(pid))
-            kill_if(pid, functools.partial(_is_below, parent))
+        for descriptor in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -262,8 +263,20 @@ class Child:
             self.pidfd = -1
 
 
-def _is_below(parent: int, pid: int) -> bool:
-    return parent_of(pid) == parent and not is_tracker(pid)
+def _held_below(root: int) -> Iterator[int]:
+    """Yield a pidfd of each descendant of a process that is no tracker."""
+    below = [(pid, root) for pid in children_of(root)]
+    while below:
+        pid, parent = below.pop()
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            continue
+        if parent_of(pid) == parent and not is_tracker(pid):  # else the number was another process's
+            yield descriptor
+        else:
+            os.close(descriptor)
+        below += ((one, pid) for one in children_of(pid))
 
 
 def start(command: Sequence[str], **options: Any) -> int:

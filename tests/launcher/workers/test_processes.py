@@ -167,7 +167,11 @@ SHARES = (
 )
 
 
-def test_the_shared_memory_of_what_is_killed_is_removed(family: Family, cleaner: Cleaner) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_shared_memory_of_what_is_killed_is_removed(
+    family: Family, cleaner: Cleaner, alone: bool
+) -> None:
+    """Also where nothing but a tracker is left."""
     name, reader = f"outlast_test_{os.getpid()}", os.pipe()
     command = [sys.executable, "-c", SHARES, name]
     worker = Worker(0, start(command, stdout=reader[1], stderr=subprocess.DEVNULL, start_new_session=True))
@@ -177,6 +181,14 @@ def test_the_shared_memory_of_what_is_killed_is_removed(family: Family, cleaner:
     assert Path("/dev/shm", name).exists()
     assert any(map(is_tracker, tree_of(worker.pid)))
     family.hold(worker)
+    if alone:
+        (tracker,) = filter(is_tracker, tree_of(worker.pid))
+        os.kill(tracker, signal.SIGSTOP)
+        worker.send(signal.SIGKILL)
+        assert worker.wait(60.0) == -signal.SIGKILL
+        family.sweep()
+        family.tick((cleaner.pid,), (), owed=False)
+        os.kill(tracker, signal.SIGCONT)
     family.drop(worker)
     family.sweep()
     rest(family, cleaner)

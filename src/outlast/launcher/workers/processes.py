@@ -20,7 +20,9 @@ from outlast.ipc.processes import (
     cannot_start,
     children_of,
     die_with_parent,
+    family_of,
     is_tracker,
+    parent_of,
     start,
     state_of,
 )
@@ -86,6 +88,7 @@ class Family:
 
     def _condemn(self, child: Child) -> None:
         self._dying[child.pid] = child
+        self._trackers_until = time.monotonic() + _TRACKER_PATIENCE
         if not is_tracker(child.pid):
             child.kill_tree()
 
@@ -142,11 +145,15 @@ class Family:
         strays = [pid for pid in children_of(os.getpid()) if pid not in known]
         zombies = {pid for pid in strays if state_of(pid) == "Z"}
         if self._sweeping:
-            found = {pid for pid in strays if os.getpgid(pid) not in groups}
+            found = {pid for pid in strays if family_of(pid)[1] not in groups}
             if living := found - zombies:
                 self._ends(living)
             for pid in found:
-                self._condemn(Child(pid))
+                child = Child(pid)
+                if parent_of(pid) == os.getpid():  # else a thread has reaped it meanwhile
+                    self._condemn(child)
+                else:
+                    child.close()
             self._sweeping = bool(found or self._dying)
         for pid in zombies & self._zombies - self._dying.keys():  # not at once: a thread may wait for its own
             child = Child(pid)
