@@ -68,19 +68,20 @@ class ResumedLoop:
         self._trained = trained
         self._checkpoints = checkpoints
         self._session: Session | None = None
+        self._end: tuple[int, bool] | None = None  # completed steps of a loop that is over, and if it stopped
         self._place = _Place(trained)
         self._steps = 0
         self._reading = False
 
     @property
     def completed_steps(self) -> int:
-        """The number of completed optimizer steps, over all restarts."""
-        return self._of_session.completed_steps
+        """The number of completed optimizer steps, over all restarts; after the block, too."""
+        return self._of_session.completed_steps if self._end is None else self._end[0]
 
     @property
     def should_stop(self) -> bool:
         """Whether the loop ends before its time, because the job is to end; equal on every rank."""
-        return self._of_session.should_stop
+        return self._of_session.should_stop if self._end is None else self._end[1]
 
     @property
     def _of_session(self) -> Session:
@@ -90,7 +91,7 @@ class ResumedLoop:
 
     def __enter__(self) -> ResumedLoop:
         session = start(checkpoints=self._checkpoints)
-        self._session = session
+        self._session, self._end = session, None
         session.register(**self._trained.state(), place=self._place)
         if session.restore():
             self._place.resumes(capture_random())
@@ -104,6 +105,7 @@ class ResumedLoop:
             if error[0] is None:
                 self._count()
         finally:
+            self._end = (session.completed_steps, session.should_stop)
             session.__exit__(*(error if error[0] else sys.exc_info()))
             self._session = None
 

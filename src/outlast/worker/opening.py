@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,6 +28,20 @@ from outlast.observe.run_folder import RunFolder
 from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting
+
+_open: weakref.WeakSet[Opening] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close in a forked child what it would hold after this process has ended.
+
+    The lock of the run folder, the owner's byte of the memory folder and the pipe to the checkpoint writer.
+    """
+    for one in list(_open):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Opening:
@@ -54,6 +70,7 @@ class Opening:
         self._training = training
         self._clock = SystemClock()
         self._saver: SaverProcess | None = None
+        _open.add(self)
         self._run_id, self._generation = context.run_id, context.generation
         self.seal = Seal()  # of what the ranks set in their store
         self.layout = Layout.parse(context.parallelism) if context.parallelism else None

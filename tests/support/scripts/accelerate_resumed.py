@@ -67,7 +67,7 @@ with resume(accelerator, checkpoints=CheckpointOptions(save_interval=4)) as job:
             if fatal and fatal <= job.completed_steps and first and accelerator.is_main_process:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(pace)
-    if not job.should_stop:
-        octets = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
-        text = f"{job.completed_steps} {hashlib.sha256(octets).hexdigest()} {scheduler.get_last_lr()}"
-        (folder / f"done-{accelerator.process_index}").write_text(text)
+if not job.should_stop:
+    octets = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    text = f"{job.completed_steps} {hashlib.sha256(octets).hexdigest()} {scheduler.get_last_lr()}"
+    (folder / f"done-{accelerator.process_index}").write_text(text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,21 @@ def test_a_run_folder_is_free_again_when_its_session_has_ended(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == ["began at 0", "began at 4"]
     assert "held by an open session of this process; close it first" in done.stdout
+
+
+def test_a_child_of_a_dead_rank_holds_neither_run_folder_nor_writer(tmp_path: Path) -> None:
+    """The next start is not refused while it lives, and goes on from what the writer brought to disk."""
+    child, output = tmp_path / "child", tmp_path / "output"
+    command = [sys.executable, SCRIPTS / "forked.py", tmp_path / "run", child]
+    try:
+        for expected in (-signal.SIGKILL, 0):
+            with open(output, "wb") as file:  # a pipe would stay open as long as the child lives
+                done = subprocess.run(command, stdout=file, stderr=file, timeout=DEADLINE, check=False)
+            assert done.returncode == expected, output.read_text()
+            os.kill(int(child.read_text()), 0)  # it lives
+        assert int(output.read_text().split()[1]) > 0
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)
 
 
 UNRESTORED = """
