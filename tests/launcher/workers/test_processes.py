@@ -179,7 +179,7 @@ def test_the_shared_memory_of_what_is_killed_is_removed(
     with open(reader[0], "rb") as made:
         assert made.readline() == b"made\n"
     assert Path("/dev/shm", name).exists()
-    assert any(map(is_tracker, tree_of(worker.pid)))
+    until(lambda: any(map(is_tracker, tree_of(worker.pid))), "the tracker to begin")
     family.hold(worker)
     if alone:
         (tracker,) = filter(is_tracker, tree_of(worker.pid))
