@@ -171,7 +171,9 @@ def attempt(number: int, seed: int, calm: str, keep: bool) -> dict[str, Any]:
     """Run one job to its end, with two processes ended in mid-run."""
     draw = random.Random(f"{seed}:{number}")
     folder = Path(tempfile.mkdtemp(prefix="outlast-double-"))
-    job, told, codes = Job(folder), [], []
+    job = Job(folder)
+    told: list[str] = []
+    codes: list[int] = []
     at, began = draw.choice((0, *range(1, STEPS - 2))), time.monotonic()
     wrong: list[str] = []
     for launch in range(LAUNCHES):

@@ -55,7 +55,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "tensor lr": {"lr": torch.tensor(0.01), "foreach": False},
 }
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
     "RMSprop": {"momentum": 0.9, "centered": True},
     "Adam": {"amsgrad": True},
@@ -92,9 +92,10 @@ class Run:
         offered = inspect.signature(kind).parameters.keys()
         options = {name: value for name, value in wanted.items() if name in offered or value is not False}
         if options.keys() - offered:
-            raise NotImplementedError(f"no option {', '.join(options.keys() - offered)}")
+            raise LookupError(f"no option {', '.join(options.keys() - offered)}")
         options = {name: value.clone() if name == "lr" else value for name, value in options.items()}
-        self.optimizer = kind([self.param], **{"lr": 0.01, **OPTIONS.get(case["optimizer"], {}), **options})
+        settings: dict[str, Any] = {"lr": 0.01, **OPTIONS.get(case["optimizer"], {}), **options}
+        self.optimizer = kind([self.param], **settings)
         self.sparse = case["optimizer"] == "SparseAdam"
 
     def step(self, number: int) -> None:
@@ -157,7 +158,7 @@ def outcome(case: dict[str, str], folder: Path) -> tuple[str, str]:
     """Return how a case ends, and why."""
     try:
         whole, first = Run(case, 0), Run(case, 0)
-    except NotImplementedError as error:
+    except LookupError as error:
         return "not offered", str(error)
     except (RuntimeError, TypeError, ValueError) as error:
         return "not offered", str(error)[:200]

@@ -24,8 +24,9 @@ POLICY = "policy"
 LAYERS = (
     {"errors", "fields", "ports", "config", POLICY},
     {"_lazy", "_torch_compat", "_version"},
-    {"files", "plugins"},
-    {"ipc", "observe", "settings"},
+    {"files", "plugins", "strangers"},
+    {"settings"},
+    {"ipc", "observe"},
     {
         *("agreement", "checkpoint", "cluster", "consistency", "hang", "health", "inprocess", "launcher"),
         *("numerics", "parallelism", "preemption", "recovery", "rerun", "stragglers", "worker"),

@@ -445,3 +445,11 @@ def end_profile(on_device: bool, most: int) -> list[tuple[str, float]] | None:
     wanted = DeviceType.CUDA if on_device else DeviceType.CPU
     recorded = itertools.islice(_disable_profiler().events(), most)
     return [(one.name(), one.duration_ns() * 1e-9) for one in recorded if one.device_type() == wanted]
+
+
+def loads_itself(module: Any) -> bool:
+    """Say whether a module takes its own entries of a state in another way than torch's modules do."""
+    from torch import nn
+
+    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own or bool(module._load_state_dict_pre_hooks)

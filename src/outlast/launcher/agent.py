@@ -264,8 +264,10 @@ class Agent:
             self._save_the_rest,
             lambda: self._journal.ended(self._watch.slowest_step(), ending),
         ):
-            with contextlib.suppress(Exception):  # the error that is raised is the first one
+            try:
                 step()
+            except Exception:  # noqa: BLE001 - the error that is raised is the first one
+                continue
 
     def _end_workers(self) -> None:
         if self._generation is not None:

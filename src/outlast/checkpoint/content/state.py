@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 
+from outlast import _torch_compat
 from outlast.checkpoint.content.codecs import (
     Coded,
     Piece,
@@ -320,13 +321,7 @@ def _is_copied(module: Any, key: str) -> bool:
         holder = module.get_submodule(owner)
     except AttributeError:
         return False
-    return not _loads_itself(holder) and (name in holder._parameters or name in holder._buffers)
-
-
-def _loads_itself(module: torch.nn.Module) -> bool:
-    """Say whether a module takes its own entries of a state in another way than torch's modules do."""
-    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
-    return own or bool(module._load_state_dict_pre_hooks)
+    return not _torch_compat.loads_itself(holder) and (name in holder._parameters or name in holder._buffers)
 
 
 def content_of(holder: object) -> Any:
@@ -540,7 +535,7 @@ def _takes(module: torch.nn.Module, owner: str, saved: Mapping[str, Any]) -> boo
     """
     try:
         holder = module.get_submodule(owner)
-        if not _loads_itself(holder):
+        if not _torch_compat.loads_itself(holder):
             return False
         prefix = f"{owner}." if owner else ""
         own = OrderedDict(

@@ -25,7 +25,7 @@ from outlast.checkpoint.replica.frames import (
 )
 from outlast.checkpoint.replica.handshake import Party, Tls, welcome
 from outlast.cluster.rpc.handshake import Hello
-from outlast.ipc.strangers import Strangers
+from outlast.strangers import Strangers
 
 _CLOSING_SECONDS = 5.0
 _PAUSE = 0.1  # seconds without accepting when no connection can be taken

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from outlast.cluster.rpc.connection import READ_BYTES, Line, Stage
 from outlast.cluster.rpc.handshake import Reason, Refusal
 from outlast.ipc.descriptors import for_strangers
-from outlast.ipc.strangers import Strangers
+from outlast.strangers import Strangers
 
 _LINGER_SECONDS = 2.0
 _CLOSING_SECONDS = 1.0

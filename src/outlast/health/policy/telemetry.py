@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
@@ -204,7 +204,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
 MOST_PORTS = 64  # of a host
 _LAST_INDEX = 4095  # of a device; a host has at most as many ranks
-_LARGEST = sys.float_info.max
+_LARGEST = math.nextafter(math.inf, 0.0)
 _NUMBERS = range(-(1 << 63), 1 << 64)  # counters have 64 bits
 
 

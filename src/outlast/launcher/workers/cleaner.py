@@ -130,10 +130,11 @@ def _clean_up_after(pipe: int, runtime: Path, mark: str, sessions: dict[int, int
                 sessions[session] = began
             else:
                 sessions.pop(session, None)
-    with contextlib.suppress(Exception):  # whatever happens, the folder is removed
+    try:
         Leftovers(mark, sessions).kill()
-    shutil.rmtree(runtime, ignore_errors=True)
-    os._exit(0)
+    finally:  # whatever happens, the folder is removed
+        shutil.rmtree(runtime, ignore_errors=True)
+        os._exit(0)
 
 
 class Leftovers:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast.errors import UsageError
-from outlast.ipc.strangers import Strangers
 from outlast.observe.following import RunFollower
 from outlast.observe.policy.metrics import exposition
+from outlast.strangers import Strangers
 
 PATH = "/metrics"
 MOST_CONNECTIONS = 64  # at once; for one more, the oldest of the host that has the most is closed
