@@ -305,3 +305,27 @@ def test_a_buffer_that_has_grown_is_taken_where_the_module_takes_it(
     with pytest.raises(CheckpointMismatch, match=r"1\.seen"):
         load(tmp_path, {"model": third})
     assert third[1].seen.tolist() == []
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_the_moments_of_a_live_optimizer_stay_the_tensors_that_they_are(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    """A captured graph reads them after a rollback, too."""
+    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, **options)
+
+    def step() -> None:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    held = dict(optimizer.state[parameter])
+    then = {name: value.clone() for name, value in held.items()}
+    saver = checkpointer(tmp_path)
+    assert saver.save(1, {"parameter": parameter.data, "optimizer": optimizer}, "a test")
+    step()
+    assert saver.restore({"parameter": parameter.data, "optimizer": optimizer}, ()) is not None
+    for name, value in optimizer.state[parameter].items():
+        assert value is held[name]
+        assert torch.equal(value, then[name])

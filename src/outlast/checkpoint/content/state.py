@@ -642,21 +642,37 @@ def takes_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 def _give_optimizer(
     optimizer: torch.optim.Optimizer, content: Any, parameters: Sequence[Sequence[Any]]
 ) -> None:
-    """Have an optimizer take its state; a tensor in its groups, such as a learning rate, stays the one it is.
+    """Have an optimizer take its state; its tensors, such as a learning rate, stay those that they are.
 
-    A CUDA graph that was captured reads that very tensor, and nothing moves a saved one to its device.
+    A CUDA graph that was captured reads those very tensors, and nothing moves a saved rate to its device.
     """
     _follow(optimizer, content, parameters)
+    held = {place: dict(live) for place, _, live in entries_of(optimizer, content)}
     before = [_without_params(group) for group in optimizer.param_groups]
     were = [{name for name, one in group.items() if isinstance(one, torch.Tensor)} for group in before]
     optimizer.load_state_dict(content)
     _keep_types(optimizer, content)
+    for place, _, live in entries_of(optimizer, content):
+        _keep_tensors(held[place], live)
     renewed = _Renewal(before, [_without_params(group) for group in optimizer.param_groups]).value
     for group, values, known in zip(optimizer.param_groups, renewed, were, strict=True):
         for name, value in values.items():
             new = isinstance(value, torch.Tensor) and name not in known
             moved = new and group.get("capturable") and group["params"]
             group[name] = value.to(group["params"][0].device) if moved else value
+
+
+def _keep_tensors(held: Mapping[str, Any], live: dict[str, Any]) -> None:
+    """Copy what an optimizer has taken into the tensors that it had, where those are of the same form."""
+    for name, old in held.items():
+        new = live.get(name)
+        if type(old) is not torch.Tensor or type(new) is not torch.Tensor or old is new:
+            continue
+        alike = _form(old) == _form(new) and old.device == new.device and old.stride() == new.stride()
+        if alike and all(one is not old for one in live.values()):
+            with torch.no_grad():
+                old.copy_(new)
+            live[name] = old
 
 
 def _without_params(group: dict[str, Any]) -> dict[str, Any]:
