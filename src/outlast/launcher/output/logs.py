@@ -581,7 +581,7 @@ def failure_of(error_file: Path, stderr: Path | None) -> Failure | None:
         float(_number(extra.get("monotonic"), _FAR, 0.0)),
         int(_number(extra.get("exit_code"), _MOST_CODE, 0)),
         _text(extra.get("fault", "")),
-        int(_number(extra.get("agreed"), _MOST, _agreed_in(message))),
+        int(_number(extra.get("agreed"), _MOST, _agreed_in(message), least=-1)),
         tuple(int(one) for one in ranks if _number(one, _MOST, -1) >= 0),
         next(iter(lines), ""),
     )
@@ -621,14 +621,14 @@ def _text(found: object) -> str:
         return ""
 
 
-def _number(found: object, most: float, otherwise: float) -> float:
+def _number(found: object, most: float, otherwise: float, least: float = 0) -> float:
     """Return a number of an error file; another one where it is none, or not in its range."""
     if isinstance(found, str):
         try:
             found = float(found)
         except ValueError:
             return otherwise
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 <= found <= most:
+    if not isinstance(found, (int, float)) or isinstance(found, bool) or not least <= found <= most:
         return otherwise
     return found
 
