@@ -62,10 +62,12 @@ class ResumedLoop:
     Args:
         trained: what the loop trains.
         checkpoints: when and where to save; default as for :func:`outlast.start`.
+        name: of the training, as for :func:`outlast.start`.
     """
 
-    def __init__(self, trained: Trained, checkpoints: CheckpointOptions | None) -> None:
+    def __init__(self, trained: Trained, checkpoints: CheckpointOptions | None, name: str) -> None:
         self._trained = trained
+        self._name = name
         self._checkpoints = checkpoints
         self._session: Session | None = None
         self._end: tuple[int, bool] | None = None  # completed steps of a loop that is over, and if it stopped
@@ -90,7 +92,7 @@ class ResumedLoop:
         return self._session
 
     def __enter__(self) -> ResumedLoop:
-        session = start(checkpoints=self._checkpoints)
+        session = start(name=self._name, checkpoints=self._checkpoints)
         self._session, self._end = session, None
         session.register(**self._trained.state(), place=self._place)
         if session.restore():

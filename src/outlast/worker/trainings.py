@@ -45,8 +45,9 @@ class Training:
             raise UsageError(
                 f"session.restore: an earlier session of this process has completed {before.completed} steps"
                 f" with other objects, and its checkpoints in {self._folder} would be loaded into these;"
-                ' nothing was loaded; give each training of the script a name, outlast.start(name="..."): it'
-                " then has checkpoints of its own, and a restart skips the trainings that are complete"
+                ' nothing was loaded; give each training of the script a name, outlast.start(name="..."),'
+                ' resume(name="...") or the training_name of an OutlastTrainer: it then has checkpoints of'
+                " its own, and a restart skips the trainings that are complete"
             )
         self._parts = {at: weakref.ref(one) for at, one in parts.items()}
         _earlier[self._folder] = self

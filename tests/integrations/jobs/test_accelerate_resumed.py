@@ -90,9 +90,18 @@ def test_data_that_are_divided_otherwise_within_an_epoch_are_refused(
         ("unprepared", "the loader was not prepared"),
         ("twice", "job.batches is called twice in an epoch"),
         ("two-steps", "found 2 optimizer steps within one batch"),
+        ("unnamed", 'resume(name="...")'),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, way: str, said: str) -> None:
     done = alone(tmp_path, "accelerate_refused.py", way)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
+
+
+def test_two_trainings_with_names_are_both_trained(tmp_path: Path) -> None:
+    done = alone(tmp_path, "accelerate_refused.py", "named")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["trained 4"] * 2
+    folders = {path.parent.name for path in (tmp_path / "outlast-runs").rglob("checkpoints/*/step-*")}
+    assert folders == {"training-0", "training-1"}

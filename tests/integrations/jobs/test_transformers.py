@@ -141,3 +141,37 @@ def test_ways_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=DEADLINE, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def folds(run: Run) -> list[list[str]]:
+    """Return what was printed of each training, over all generations: number, step, trained, state, draw."""
+    paths = sorted((run.folder / "logs").glob("gen-*/rank-00000/stdout.log"))
+    lines = [line.split() for path in paths for line in path.read_text().splitlines()]
+    return [words[1:] for words in lines if words[:1] == ["fold"]]
+
+
+def test_a_killed_training_of_several_goes_on_and_complete_ones_train_nothing(tmp_path: Path) -> None:
+    found = []
+    for words in (("NAMED",), ("NAMED", str(tmp_path / "mark"))):
+        run = Run(tmp_path / str(len(words)), "hf_folds.py", *words, options=("--nproc-per-node", "1"))
+        with running(run):
+            assert run.finish() == 0, run.console()
+        found.append(folds(run))
+    calm, (first, again, *rest) = found
+    assert [one[:3] for one in calm] == [[str(at), str(8 - at), str(8 - at)] for at in range(3)]
+    assert first == calm[0]
+    assert again == [*calm[0][:2], "0", *calm[0][3:]], "its final state is there again, nothing is trained"
+    assert [one[3:] for one in rest] == [one[3:] for one in calm[1:]]
+    assert 0 < int(rest[0][2]) < 7
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == ["fold-0", "fold-1", "fold-2"]
+
+
+def test_a_second_training_without_a_name_is_refused(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "1", "--max-restarts", "0")
+    with running(Run(tmp_path / "run", "hf_folds.py", "PLAIN", options=options)) as run:
+        assert run.finish() == int(ExitCode.DO_NOT_REQUEUE), run.console()
+    assert [one[0] for one in folds(run)] == ["0"]
+    (fault,) = run.records("fault_seen")
+    assert "UsageError" in fault["signature"]
+    assert "training_name" in fault["signature"] + run.console()

@@ -18,7 +18,7 @@ _OTHERS = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM
 
 
 def resume(
-    accelerator: Any, optimizer: Any = None, *, checkpoints: CheckpointOptions | None = None
+    accelerator: Any, optimizer: Any = None, *, checkpoints: CheckpointOptions | None = None, name: str = ""
 ) -> ResumedLoop:
     """Save and restore, through a session, what ``accelerator.prepare`` and its registrations know.
 
@@ -36,13 +36,14 @@ def resume(
         accelerator: of the script.
         optimizer: what ``prepare`` returned; with several, the one whose steps count. Default: the first.
         checkpoints: when and where to save; default as for :func:`outlast.start`.
+        name: of this training, where a script has several; as for :func:`outlast.start`.
 
     Raises:
         UsageError: accelerate is missing or too old, nothing was prepared, or the state is sharded.
     """
     require("accelerate", OLDEST, "outlast.integrations.accelerate")
     _refuse(accelerator)
-    return ResumedLoop(_Prepared(accelerator, optimizer or accelerator._optimizers[0]), checkpoints)
+    return ResumedLoop(_Prepared(accelerator, optimizer or accelerator._optimizers[0]), checkpoints, name)
 
 
 def _refuse(accelerator: Any) -> None:

@@ -24,7 +24,9 @@ _SCALER = "loss_scaler"
 _UNUSED = ("zero_stage", "param_slice_mappings", "universal_checkpoint_info")  # by a load of the own part
 
 
-def resume(engine: Any, *loaders: Any, checkpoints: CheckpointOptions | None = None) -> ResumedLoop:
+def resume(
+    engine: Any, *loaders: Any, checkpoints: CheckpointOptions | None = None, name: str = ""
+) -> ResumedLoop:
     """Save and restore, through a session, the state of an engine and the place in the data.
 
     Call it on every rank, after ``deepspeed.initialize``, as a context manager::
@@ -43,13 +45,14 @@ def resume(engine: Any, *loaders: Any, checkpoints: CheckpointOptions | None = N
         engine: what ``deepspeed.initialize`` returned first.
         loaders: what ``job.batches`` is called with.
         checkpoints: when and where to save; default as for :func:`outlast.start`.
+        name: of this training, where a script has several; as for :func:`outlast.start`.
 
     Raises:
         UsageError: DeepSpeed is missing or too old, or has a state that would not be restored.
     """
     require("deepspeed", OLDEST, "outlast.integrations.deepspeed")
     _refuse(engine, loaders)
-    return ResumedLoop(_Engine(engine, loaders), checkpoints)
+    return ResumedLoop(_Engine(engine, loaders), checkpoints, name)
 
 
 def _found(name: str) -> Any:

@@ -159,13 +159,15 @@ class OutlastTrainerMixin:
 
     Name it before the Trainer's class: ``class MyTrainer(OutlastTrainerMixin, Trainer)``. ``save_strategy``
     and ``save_steps`` say when a checkpoint is due; the session also saves by its own options. What else is
-    given to ``resume_from_checkpoint`` works as without the mixin.
+    given to ``resume_from_checkpoint`` works as without the mixin. Where a script has several trainings, each
+    has a ``training_name`` and checkpoints of its own.
 
     Raises:
         UsageError: a class in between overrides the same methods, or an option could not take effect.
     """
 
     checkpoint_options: CheckpointOptions | None = None
+    training_name = ""
     _session: Session | None = None
     _wants_save = False
     _waits_for_epoch = -1
@@ -177,6 +179,7 @@ class OutlastTrainerMixin:
         Raises:
             SystemExit: the job was given back: exit code 75.
             NoUsableCheckpoint: as :meth:`outlast.Session.restore` raises it.
+            UsageError: another training of this process has the same name.
         """
         before = cast(Any, super())
         if resume_from_checkpoint != OUTLAST:
@@ -187,13 +190,16 @@ class OutlastTrainerMixin:
             if not found.exists():
                 return before.train(None, *args, **options)
             done = _done(self, found)
-            return before.train(folder, *args, **options) if done is None else done
+            if done is None:
+                return before.train(folder, *args, **options)
+            self._load_rng_state()  # what the script draws next, it draws as without the restart
+            return done
 
     @contextlib.contextmanager
     def _saving(self, folder: Path) -> Iterator[None]:
         """Open the session, and restore what the Trainer is about to use."""
         trainer = cast(Any, self)
-        with start(checkpoints=self.checkpoint_options) as session:
+        with start(name=self.training_name, checkpoints=self.checkpoint_options) as session:
             fresh = capture_random()
             trainer.create_optimizer_and_scheduler(_steps_of(trainer))
             trainer._created_lr_scheduler = False  # else the Trainer would make another one
