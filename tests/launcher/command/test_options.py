@@ -304,6 +304,22 @@ class TestWhatHasNoEffect:
         words.append("--log-line-prefix-template=[${role_name} $rank ${local_rank}] $$")
         assert parse(*words, PET_NPROC_PER_NODE="1", OUTLAST_NODE="n0").caveats == ()
 
+    @pytest.mark.parametrize(
+        ("args", "named"),
+        [
+            (
+                ["--nproc-per-node=2", "--max_restarts", "3", "--lr", "--config=x"],
+                ["--max_restarts", "--nproc-per-node"],
+            ),
+            (["--nnodes", "2"], ["--nnodes"]),
+            (["--epochs", "nproc-per-node", "-m"], []),
+        ],
+    )
+    def test_options_of_ours_after_the_script_are_told(self, args: list[str], named: list[str]) -> None:
+        found = parse_run(["train.py", *args], {})
+        assert found.script.args == tuple(args)
+        assert [line.partition(" ")[0] for line in found.caveats] == named
+
     def test_what_a_launcher_sets_for_its_ranks_is_no_mistake_in_one_that_they_start(self) -> None:
         set_by_us = settings.worker_variables(settings.WorkerContext(run_id="r"))
         assert len(set_by_us) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,8 @@ def test_wandb_goes_on_with_the_run_of_a_rank() -> None:
     other = logger_variables("job/7", here, 3, {"WANDB_RESUME": "must"})
     assert other == {"WANDB_RUN_ID": first["WANDB_RUN_ID"] + "-rank3", "WANDB_RESUME": "must"}
     assert logger_variables("job/7", Path("/runs/b"), 0, {}) != first
+    not_utf8 = Path(os.fsdecode(b"/runs/\xff"))
+    assert logger_variables("job/7", not_utf8, 0, {})["WANDB_RUN_ID"].startswith("job-7-")
 
 
 @pytest.mark.parametrize("name", ["WANDB_RUN_ID", "WANDB_SWEEP_ID"])

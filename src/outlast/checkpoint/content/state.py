@@ -271,9 +271,9 @@ def capture(state: Mapping[str, object]) -> Captured:
     for name, holder in state.items():
         _require_holder(name, holder)
     live = LiveState.of(state)
+    found = take_apart({name: live.content(name) for name in live}, kinds_of(state))
     for name, holder in live.items():
         _require_writable(name, holder, live.content(name))
-    found = take_apart({name: live.content(name) for name in live}, kinds_of(state))
     return replace(found, parameters=parameters_of(state))
 
 

@@ -23,7 +23,7 @@ from outlast.errors import ConfigError, ScriptNotFound, UsageError
 from outlast.health.agent import devices
 from outlast.launcher.command import node_options, torchrun_options
 from outlast.launcher.command.node_options import NodesSpec
-from outlast.launcher.command.parser import parse, seconds
+from outlast.launcher.command.parser import options_after_script, parse, seconds
 from outlast.parallelism.policy.degrees import refusals
 from outlast.stragglers.policy.options import StragglerAction
 
@@ -197,6 +197,11 @@ def parse_run(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),
             *settings.unknown_variables(env, vars(given)),
             *layouts,
+            *(
+                f"{name} stands after the script, so it is an argument of {script.target}; options of outlast"
+                " run stand before the script"
+                for name in options_after_script(script.args, env)
+            ),
         ),
         event_log=given.event_log_handler,
         cpus=_processors(given, world),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -370,6 +371,17 @@ def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             )
         expect_value = meant <= takes_value and "=" not in word
     return len(argv)
+
+
+def options_after_script(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return options of ``outlast run`` that stand after the script and go to it.
+
+    Names of one word, such as ``--config``, are likely the script's own.
+    """
+    known = {option for action in make_parser(env)._actions for option in action.option_strings}
+    names = (word.partition("=")[0] for word in args if word.startswith("--"))
+    found = {name for name in names if name.replace("_", "-") in known or name in known}
+    return sorted(name for name in found if name == "--nnodes" or re.search("[-_]", name[2:]))
 
 
 def _hint(name: str, known: set[str]) -> str:

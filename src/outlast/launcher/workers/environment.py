@@ -6,6 +6,7 @@ Source: torch 2.13, elastic/agent/server/local_elastic_agent.py and run.py.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +97,7 @@ def logger_variables(run_id: str, folder: Path, rank: int, inherited: Mapping[st
     if "WANDB_RUN_ID" in inherited or "WANDB_SWEEP_ID" in inherited:
         return {}
     text = re.sub(r"[/\\#?%:]", "-", run_id)[:64]  # W&B refuses these
-    digest = hashlib.blake2s(f"{folder.absolute()}\0{run_id}".encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2s(os.fsencode(f"{folder.absolute()}\0{run_id}"), digest_size=4).hexdigest()
     found = f"{text}-{digest}" + (f"-rank{rank}" if rank else "")
     return {"WANDB_RUN_ID": found, "WANDB_RESUME": inherited.get("WANDB_RESUME") or "allow"}
 
