@@ -52,7 +52,7 @@ class Owner:
 
     def replaced(self, root: Path) -> bool:
         """Say whether it has gone, and a memory folder has another owner."""
-        return self.gone() and _others_own(root, self.byte)
+        return self.gone() and others_own(root, self.byte)
 
 
 def own(root: Path) -> tuple[int, int]:
@@ -82,7 +82,8 @@ def own(root: Path) -> tuple[int, int]:
     return -1, byte
 
 
-def _others_own(root: Path, byte: int) -> bool:
+def others_own(root: Path, byte: int) -> bool:
+    """Say whether a memory folder has a living owner besides that of a byte."""
     with contextlib.suppress(OSError, RunFolderUnusable):
         descriptor = _opened(root)
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ from outlast.checkpoint.policy.manifest import COMMIT, Manifest, copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.writer import predecessor
 from outlast.checkpoint.writer.committer import seal
+from outlast.checkpoint.writer.predecessor import STILL, Predecessor, holder
+from outlast.checkpoint.writer_process import own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
+from outlast.ipc.processes import state_of
 from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps, saver_process, staged, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
@@ -230,6 +236,85 @@ def test_a_saver_whose_owner_has_gone_leaves_the_folder_to_the_next(pair: Pair, 
     until(first.ended, "the end of the first saver")
     assert found.durable(start + 1)
     assert os.path.samestat(pair.memory.root.stat(), root)
+
+
+def test_a_saver_that_is_stopped_and_whose_owner_has_gone_is_ended_by_the_next(pair: Pair) -> None:
+    """The launcher was killed while its writer stood still: nobody else ends it, and it holds the lock."""
+    job, events = Job(0), pair.durable.parent / "events.jsonl"
+    first = pair.saver
+    save([pair.joined(job)], [job], 1)
+    until((pair.stage.tier.folder / copy_name(1, 1)).exists, "step 1 in memory")
+    content = job.content()
+    os.kill(pid := first.pid, signal.SIGSTOP)
+    first.hang_up()
+    pair.saver = saver_process(pair.memory.root, events)
+    pair.saver.ensure()
+    until(first.ended, "the end of the first saver")
+    found = pair.joined(other := Job(7), 2)
+    assert other.content() == content
+    save([found], [other], 2, durable=True)
+    assert found.durable(2)
+    assert f"pid {pid})" in events.read_text()
+
+
+HOLDER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1] + "/lock", os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
+print(flush=True)
+while True:
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "ended", "reported"),
+    [
+        ("stopped", True, 1),
+        ("in the kernel", False, 2),
+        ("runs", False, 0),
+        ("with an owner", False, 0),
+        ("no writer", False, 0),
+    ],
+)
+def test_only_a_writer_that_stands_still_without_an_owner_is_ended(
+    tmp_path: Path, who: str, ended: bool, reported: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if who == "in the kernel":  # SIGKILL does not end it
+        monkeypatch.setattr(predecessor, "kill_if", lambda pid, is_meant: is_meant(pid))
+    root = tmp_path / "memory"
+    first, _ = own(root)
+    owner, byte = own(root)
+    program = HOLDER if who == "no writer" else f"# outlast.checkpoint.writer\n{HOLDER}"
+    with subprocess.Popen([sys.executable, "-c", program, root], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            if who != "runs":
+                process.send_signal(signal.SIGSTOP)
+                until(lambda: state_of(process.pid) == "T", "the stop")
+            if who != "with an owner":
+                os.close(first)
+            reports: list[str] = []
+            found = Predecessor(root, root / "lock", byte, reports.append)
+            assert holder(root / "lock") == process.pid
+            for now in (0.0, 5.0, STILL + 1, 2 * STILL, 3 * STILL, 4 * STILL):
+                before = switches(process.pid)
+                found.look(now)
+                if who == "runs":
+                    until(lambda: switches(process.pid) != before, "a moment on a processor")  # noqa: B023
+            assert len(reports) == reported
+            if ended:
+                assert process.wait(DEADLINE) == -signal.SIGKILL
+                assert holder(root / "lock") == 0
+            assert (process.poll() is not None) == ended
+        finally:
+            process.kill()
+            os.close(owner)
+
+
+def switches(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/status") as file:
+        return [line for line in file if "ctxt_switches" in line]
 
 
 def test_a_commit_is_there_in_one_piece_or_not_at_all(

@@ -19,12 +19,13 @@ from pathlib import Path
 from outlast import files
 from outlast.checkpoint.replica.handshake import CREDENTIALS_BYTES, Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+from outlast.checkpoint.writer.predecessor import Predecessor
 from outlast.checkpoint.writer.service import Service
 from outlast.checkpoint.writer_process import Owner, is_of
 from outlast.ipc.control import Reporter
 from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
-from outlast.recovery.policy.events import Record
+from outlast.recovery.policy.events import Note, Record
 
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
@@ -49,9 +50,6 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
     _step_back()
     credentials = Credentials.from_json(sys.stdin.read(CREDENTIALS_BYTES))
     folder, owner = MemoryFolder(root), Owner(int(link), int(byte))
-    lock = _only_saver(folder, owner)
-    if lock < 0:
-        return 1
     reporter = Reporter(control) if control else None
     recorder = Recorder(Path(events))
 
@@ -63,6 +61,13 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
                 return
         recorder.record(record)
 
+    def report(text: str) -> None:
+        sys.stderr.write(f"[outlast] {text}\n")
+        sink(Note(time.time(), time.monotonic(), 0, text))
+
+    lock = _only_saver(folder, owner, Predecessor(folder.root, folder.lock, owner.byte, report))
+    if lock < 0:
+        return 1
     try:
         service = files.when_there_is_room(
             lambda: Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease),
@@ -88,7 +93,7 @@ def _step_back() -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
 
 
-def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
+def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) -> int:
     """Take the folder's lock; wait for an older writer first. -1: it did not end in time.
 
     Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its writer's.
@@ -108,6 +113,7 @@ def _only_saver(folder: MemoryFolder, owner: Owner) -> int:
             if is_of(folder.lock, lock):
                 return lock
         except OSError:
+            predecessor.look(time.monotonic())
             time.sleep(0.02)
         os.close(lock)
     return -1
