@@ -442,7 +442,7 @@ class TeamKeeper(CopyCommitter):
             self._give_up_copy(complete, "; ".join(complete.errors))
         elif together.shared:
             job = partial(commit_parts, complete.name, self._stage.tier, self._tier, complete.files)
-            self._disk.begin(Task("commit", complete.name, lambda: (complete, job())))
+            self._disk.begin(Task("commit", complete.name, lambda: (complete, job()), self.members.session))
         else:
             self._have(complete)
 
@@ -464,7 +464,10 @@ class TeamKeeper(CopyCommitter):
         self.team.settled(complete, why)
 
     def _done(self, done: Done) -> None:
-        if done.task.kind != "commit":
+        ours = done.task.session == self.members.session or (
+            self.members.leads and place_of(done.task.name)[1] == self.members.generation
+        )
+        if done.task.kind != "commit" or not ours:
             super()._done(done)
         elif done.error:
             step = _step(done.task.name)

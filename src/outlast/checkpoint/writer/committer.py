@@ -20,6 +20,7 @@ from typing import Any
 
 from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, ends_of, entries_of
 from outlast.checkpoint.content.rank_file import finished
+from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
@@ -527,12 +528,32 @@ class CopyCommitter:
     def _done(self, done: Done) -> None:
         if done.task.kind == "write":
             self._written(done)
+        elif done.task.kind == "commit":
+            self._committed_before(done)
         elif done.value is not None:
             self._put_away(done.value)
+
+    def _committed_before(self, done: Done) -> None:
+        """Record a commit over several nodes that the keeper of an earlier session began.
+
+        This node may not lead any more, and steps of another generation are others.
+        """
+        name, before = done.task.name, self.status
+        if done.error:
+            reason = f"{name}, whose commit began in an earlier session, is not on disk: {done.error}"
+            self._record(Note, reason=reason)
+        elif self.members.leads:
+            complete: Complete = done.value[0]
+            nbytes = sum(entry.nbytes for entry in complete.files)
+            self._saved(name, nbytes, {"step": complete.step, "blocked": complete.blocked})
+            if place_of(name)[1] != self.members.generation:
+                self.status = before
 
     def _written(self, done: Done) -> None:
         if done.value is None and not done.error:
             return  # begun ahead of a copy that did not come to be; that has been said
+        if isinstance(done.value, tuple):
+            return  # a part of a copy of several nodes, from a session before; this node is alone now
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": place_of(name)[0]}
         before = self.status

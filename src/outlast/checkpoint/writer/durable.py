@@ -39,11 +39,13 @@ class Task:
         kind: what is done: "write", "commit", "verify", "send" or "upload".
         name: of the copy.
         job: does it.
+        session: of the keeper that began it; another one may take the result of a commit.
     """
 
     kind: str
     name: str
     job: Callable[[], Any]
+    session: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Work on disk that the keeper of one session began, and that ends in the time of the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.checkpoint.policy.joint import Complete
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.replica.handshake import NOBODY
+from outlast.checkpoint.tiers.memory_folder import Members, Peer, Status, Together
+from outlast.checkpoint.writer.cluster import TeamKeeper, Ties
+from outlast.checkpoint.writer.committer import CopyCommitter
+from outlast.checkpoint.writer.durable import Task, Tasks
+from outlast.recovery.policy.events import Record, Saved
+
+NAME = copy_name(40, 1)
+COMPLETE = Complete(NAME, 40, (), 0.5, (), "first")
+
+
+def done() -> tuple[Complete, tuple[()]]:
+    return COMPLETE, ()
+
+
+def fails() -> None:
+    raise OSError(5, "refused")
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["leads", "does not lead"])
+@pytest.mark.parametrize(
+    ("kind", "job", "alone"),
+    [
+        ("commit", done, False),
+        ("commit", fails, False),
+        ("commit", done, True),
+        ("commit", fails, True),
+        ("write", lambda: (), True),
+        ("write", fails, True),
+    ],
+    ids=["commit", "failed commit", "commit-alone", "failed commit-alone", "part-alone", "failed part-alone"],
+)
+def test_it_counts_for_no_step_of_the_next_session(
+    tmp_path: Path, kind: str, job: Any, alone: bool, leads: bool
+) -> None:
+    """The leading node changed, or one node is left: nobody waits for the result."""
+    members = Members(2, "second", "run-a", 2, (0,) if leads else (1,), "", "", 3, loaded=copy_name(30, 1))
+    members = dataclasses.replace(members, tier=str(tmp_path / "disk"), stage=str(tmp_path / "memory"))
+    records: list[Record] = []
+    rang = threading.Event()
+    disk = Tasks("disk", rang.set)
+    disk.begin(Task(kind, NAME, job))
+    assert rang.wait(60.0)
+    if alone:
+        keeper = CopyCommitter(members, disk, Status(1), records.append)
+    else:
+        nodes = (Peer("a", (0,), "127.0.0.1", 9), Peer("b", (1,), "127.0.0.1", 9))
+        together = Together("a" if leads else "b", "127.0.0.1", nodes=nodes)
+        members = dataclasses.replace(members, together=together)
+        keeper = TeamKeeper(members, disk, Status(1), records.append, Ties(rang.set, NOBODY))
+    try:
+        keeper.look()
+        assert disk.task is None
+        assert (keeper.status.durable_step, keeper.status.lost_step) == (-1, -1)
+        saved = [(one.step, one.nbytes) for one in records if isinstance(one, Saved)]
+        assert saved == ([(40, 0)] if leads and (kind, job) == ("commit", done) else [])
+        if isinstance(keeper, TeamKeeper) and keeper.team is not None and keeper.team.leader is not None:
+            assert keeper.team.leader.answer.durable_step == -1  # step 35 of this session is to be saved
+    finally:
+        if isinstance(keeper, TeamKeeper):
+            keeper.close()
