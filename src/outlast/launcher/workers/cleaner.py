@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import time
@@ -160,7 +161,7 @@ class Leftovers:
                 trackers_until = now + _TRACKER_PATIENCE
             for pid in others if now < trackers_until else found:
                 kill_if(pid, self._is_left)
-            time.sleep(_LOOK_EVERY)
+            select.select((), (), (), _LOOK_EVERY)
 
     def _found(self) -> list[int]:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_left(pid)]

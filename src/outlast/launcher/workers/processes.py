@@ -169,7 +169,7 @@ class Family:
         deadline = time.monotonic() + patience
         while not self.at_rest and time.monotonic() < deadline:
             self.tick(keep, (), owed=False)
-            time.sleep(_LOOK_EVERY)
+            select.select((), (), (), _LOOK_EVERY)
 
 
 def start_cold(
