@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from outlast.checkpoint.writer_process import is_locked
+from outlast.ipc.processes import state_of, tree_of
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
 from tests.support.processes import child_running
 
@@ -173,6 +176,31 @@ def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
         assert run.finish() == 143, run.console()
     assert run.on_disk() > 20, run.console()
     assert is_gone(first)
+
+
+def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: Path) -> None:
+    """All of them stand still when the launcher is killed; the same command can be started at once."""
+    held: dict[int, int] = {}
+    try:
+        with running(Training(tmp_path)) as run:
+            assert isinstance(run, Training)
+            run.reach(5)
+            for pid in tree_of(run.process.pid) - {run.process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    held[pid] = os.pidfd_open(pid)
+                    signal.pidfd_send_signal(held[pid], signal.SIGSTOP)
+            writer = run.writer
+            run.process.kill()
+            run.process.wait()
+            assert not is_locked(run.folder / "lock")
+            assert state_of(writer) == "T"
+    finally:
+        for descriptor in held.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            os.close(descriptor)
+    until(lambda: all(map(is_gone, held)), "the end of all")
+    assert runtime_folders(run.process.pid) == []
 
 
 @pytest.mark.parametrize("sudden", [True, False])
