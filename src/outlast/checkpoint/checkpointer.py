@@ -10,6 +10,7 @@ from pathlib import Path
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.content.state import LiveState
 from outlast.checkpoint.context import SaveContext
+from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Identity, place_of
 from outlast.checkpoint.save.direct import Saver
@@ -58,6 +59,7 @@ class Checkpointer:
         )
         self._around = SaveContext(tier, identity, rounds, settings, clock, record, training=training)
         self._saver = Saver(self._around)
+        self._groups = AddedGroups()
         self._engine: Engine | None = None
 
     def through_memory(
@@ -212,7 +214,7 @@ class Checkpointer:
         """
         state = LiveState(state)
         around = self._around if self._engine is None else self._engine.join(state, avoid)
-        restored = Restorer(around).restore(state, avoid)
+        restored = Restorer(around, self._groups).restore(state, avoid)
         name = None if restored is None else restored.name
         self._saver.follow(name, avoid)
         if self._engine is not None:

@@ -446,7 +446,8 @@ def require_fit(
         if name in kinds.keys() | live_kinds.keys() and name in saved and then != now:
             found.append(f"{name}: {then} in the checkpoint, {now} here")
         elif name in saved:
-            found += [f"{name}: {line}" for line in _differences(holder, saved[name])]
+            stepped = parameters.get(name, ())
+            found += [f"{name}: {line}" for line in _differences(holder, saved[name], stepped)]
     for name, live in parameters_of(state).items():
         pairs = enumerate(zip(parameters.get(name, ()), live, strict=False))  # how many was compared above
         found += [
@@ -459,14 +460,23 @@ def require_fit(
         raise CheckpointMismatch(f"{len(found)} difference(s): {first_few(found)}")
 
 
-def _differences(holder: object, saved: Any) -> Iterator[str]:
+def _differences(holder: object, saved: Any, parameters: Sequence[Sequence[Any]]) -> Iterator[str]:
     if isinstance(holder, torch.nn.Module):
         yield from _module_differences(holder, saved)
     elif isinstance(holder, torch.optim.Optimizer):
         live = [len(group["params"]) for group in holder.param_groups]
-        then = [len(group["params"]) for group in saved["param_groups"]] if _is_optimizers(saved) else live
+        then = [len(group["params"]) for group in saved["param_groups"]] if is_optimizers(saved) else live
         if live != then:
-            yield f"parameters in its groups: {then} in the checkpoint, {live} here"
+            line = f"parameters in its groups: {then} in the checkpoint, {live} here"
+            more = [one[0] or one[1] for one in parameters[sum(live) :]]
+            yield (
+                line
+                if not more
+                else (
+                    f"{line}; the checkpoint's optimizer has {first_few(more)} besides: register the module"
+                    " that has them, or add them with add_param_group before session.restore"
+                )
+            )
     elif isinstance(holder, torch.Tensor):
         if _form(holder) != _form(saved):
             yield f"{_form(saved)} in the checkpoint, {_form(holder)} here"
@@ -480,7 +490,7 @@ def _require_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) 
     Raises:
         DamagedCopy: names the entry.
     """
-    found = _is_optimizers(saved)
+    found = is_optimizers(saved)
     if found and type(optimizer).__module__.startswith(
         "torch.optim."
     ):  # others may keep what they like there
@@ -489,7 +499,7 @@ def _require_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) 
         raise DamagedCopy(Damage(f"state[{name!r}]", "an optimizer's state and param_groups", _form(saved)))
 
 
-def _is_optimizers(saved: Any) -> bool:
+def is_optimizers(saved: Any) -> bool:
     """Say whether a value has the form of what torch's optimizers give."""
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     return (

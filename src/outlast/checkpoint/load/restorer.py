@@ -12,6 +12,7 @@ from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.state import apply, require_fit
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
+from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.in_place import InPlaceLoad
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.manifest import place_of, some
@@ -64,9 +65,15 @@ class _Attempt:
     """One rank's part in trying one copy."""
 
     def __init__(
-        self, around: SaveContext, plan: LoadPlan, state: Mapping[str, object], marks: Marks
+        self,
+        around: SaveContext,
+        plan: LoadPlan,
+        state: Mapping[str, object],
+        marks: Marks,
+        groups: AddedGroups,
     ) -> None:
         self._around = around
+        self._groups = groups
         self._plan = plan
         self._marks = marks
         self._state = state
@@ -75,7 +82,10 @@ class _Attempt:
         self.cursor: Any = None  # the data cursor of the copy, once it is applied
 
     def examine(self) -> dict[str, Any]:
-        """Read and verify this rank's part and compare it with the live objects, which stay untouched."""
+        """Read and verify this rank's part and compare it with the live objects.
+
+        They stay untouched, but for parameter groups, which can be taken back.
+        """
         damaged: list[tuple[str, str]] = []
         tiers = [tier for tier in self._around.tiers if self._serves(tier)]
         for tier in tiers or [self._around.tier]:
@@ -111,6 +121,7 @@ class _Attempt:
                 for name, holder in self._state.items():
                     if getattr(holder, "outlast_optional", False):
                         received.saved.setdefault(name, {})
+                self._groups.fit(self._state, received.saved, received.parameters)
                 require_fit(self._state, received.saved, received.kinds, received.parameters)
                 self._landing = received.fill(folder, self._state)
             except CheckpointMismatch as error:
@@ -146,12 +157,23 @@ class _Attempt:
 class Restorer:
     """One rank's part in restoring."""
 
-    def __init__(self, around: SaveContext) -> None:
+    def __init__(self, around: SaveContext, groups: AddedGroups | None = None) -> None:
         self._around = around
+        self._groups = groups or AddedGroups()
         self._looked_at: dict[str, str] = {}  # the copies that some rank sees
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
         """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
+        self._groups.begin(state)
+        try:
+            found = self._restore(state, avoid)
+        except BaseException:
+            self._groups.undo()
+            raise
+        self._groups.keep()
+        return found
+
+    def _restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
         started = self._around.clock.monotonic()
         recall = Recall(self._around, avoid) if self._around.settings.global_url else None
         while True:
@@ -160,11 +182,12 @@ class Restorer:
                 place = None if plan.suspect else (plan.step, plan.generation)
                 if recall is not None and recall.newer(place):
                     break
-                attempt = _Attempt(self._around, plan, state, Marks(avoid))
+                attempt = _Attempt(self._around, plan, state, Marks(avoid), self._groups)
                 agreed = self._around.rounds.hold("examined", attempt.examine)
                 if agreed.fine:
                     self._note_missing(plan, unusable, Marks(avoid).durable)
                     return self._finish(plan, attempt, agreed, unusable, started)
+                self._groups.undo()
                 unusable[plan.name] = agreed.text
                 self._put_away(plan, agreed)
             else:
