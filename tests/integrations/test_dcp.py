@@ -111,6 +111,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     dcp.save(state(4), storage_writer=dcp.FileSystemWriter(tmp_path / "unverified"))
     flip(data_of(folder))
     assert newest_whole(tmp_path) == tmp_path / "step-2"
+    for one in (tmp_path / "step-1").iterdir():
+        os.utime(one, (4e9, 4e9))  # as after a copy, or with a clock that was set back
+    assert newest_whole(tmp_path) == tmp_path / "step-2"
     assert newest_whole(tmp_path, lambda one: one.name != "step-2") == tmp_path / "step-1"
     (tmp_path / "step-2" / ".metadata").unlink()
     assert newest_whole(tmp_path) == tmp_path / "step-1"

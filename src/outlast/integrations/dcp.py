@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -293,12 +294,20 @@ def settle(folder: Path) -> None:
 
 
 def _newest_first(folder: Path) -> list[str]:
-    """Return the names of the checkpoints that have digests, by the time at which they were finished."""
+    """Return the names of the checkpoints that have digests, the newest first.
+
+    Names that differ in one number, the step, are ordered by it: a copied folder has other times. Other names
+    are ordered by the time at which their checkpoint was finished.
+    """
     found: dict[str, float] = {}
     for one in folder.iterdir() if folder.is_dir() else ():
         name = one.name.removesuffix(_BEFORE)
         if not name.endswith(_PART) and (_whole_name(folder / name) / _DIGESTS).exists():
             found[name] = (_whole_name(folder / name) / _DIGESTS).stat().st_mtime
+    numbers = {name: re.findall(r"\d+", name) for name in found}
+    counted = len({re.sub(r"\d+", "#", name) for name in found}) == 1
+    if counted and all(len(each) == 1 for each in numbers.values()):
+        return sorted(found, key=lambda name: (int(numbers[name][0]), name), reverse=True)
     return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
