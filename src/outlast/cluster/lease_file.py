@@ -18,6 +18,7 @@ from outlast.errors import StaleGeneration
 
 _FORM = struct.Struct("<QdI")
 _POLL = 0.02
+_TRIES, _TRY_AGAIN = 20, 0.001  # reads of a file that is not whole, and seconds between two
 
 
 def boot_time() -> float:
@@ -69,13 +70,15 @@ def allowed(path: str) -> tuple[int, float]:
     Raises:
         OSError: there is no such file any more.
     """
-    while True:
+    for _ in range(_TRIES):  # it is written in place, and a reader may come in between
         with open(files.open_private(path), "rb") as file:
             content = file.read(_FORM.size)
         if len(content) == _FORM.size:
             generation, until, check = _FORM.unpack(content)
             if check == zlib.crc32(content[:16]):
                 return generation, until - boot_time()
+        time.sleep(_TRY_AGAIN)
+    return 0, 0.0  # its agent was killed while it wrote
 
 
 def wait_for(path: str, generation: int, patience: float) -> None:
