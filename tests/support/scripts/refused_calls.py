@@ -10,6 +10,7 @@ import torch
 import outlast
 
 model = torch.nn.Linear(4, 2)
+extra = torch.zeros(1)
 
 
 def refused(what: str, call: Callable[[], object]) -> None:
@@ -25,7 +26,7 @@ with outlast.start(sys.argv[1], save_interval=2) as session:
     refused("nothing", session.restore)
     session.register(model=model)
     refused("twice", lambda: session.register(model=model))
-    print("restored", session.restore(extra=torch.zeros(1)))
+    print("restored", session.restore(extra=extra))
     refused("late", lambda: session.register(more=model))
     refused("again", lambda: session.restore(model=model))
     refused("ahead", lambda: session.step_done(2))
@@ -34,6 +35,6 @@ with outlast.start(sys.argv[1], save_interval=2) as session:
     refused("mixed", lambda: next(session.steps(4)))
     print("done", session.step_done(2), session.completed_steps)
 with outlast.start(sys.argv[1], save_interval=2) as session:
-    print("restored", session.restore(model=model, extra=torch.zeros(1)))
+    print("restored", session.restore(model=model, extra=extra))
     for _ in session.steps(3):
         refused("mixed", lambda: session.step_done(3))
