@@ -134,7 +134,8 @@ def test_a_job_whose_last_state_is_in_memory_only_says_so_and_is_completed_by_th
             assert run.finish() == 74, run.console()
         (ended,) = run.records("run_ended")[-1:] or [{"exit_code": 74}]  # unless there was no room for it
         assert ended["exit_code"] == 74
-        assert "step 60" in run.console()
+        # a rank may have counted three refusals before the end: then its error names the copy
+        assert any(name in run.console() for name in ("step 60", "step-000000060"))
         filling.unlink()
         with running(run):
             assert run.finish() == 0, run.console()
