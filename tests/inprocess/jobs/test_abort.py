@@ -152,7 +152,7 @@ def test_the_connections_of_a_peer_do_not_break_while_it_may_still_send(
 
     check(waiting, range(1))
     assert before >= 3
-    assert established(waiting.processes[1].pid) == before
+    assert established(waiting.processes[1].pid) >= before  # some may not have been made yet
 
 
 def test_two_hundred_rounds_leave_nothing_behind(waiting: Waiting) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import time
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from outlast import files
 from outlast.errors import NodeUnfit
 from outlast.ipc.processes import Child, cannot_start, family_of, is_tracker, kill_if, start_ticks, state_of
 
@@ -161,7 +161,7 @@ class Leftovers:
                 trackers_until = now + _TRACKER_PATIENCE
             for pid in others if now < trackers_until else found:
                 kill_if(pid, self._is_left)
-            select.select((), (), (), _LOOK_EVERY)
+            files.readable((), _LOOK_EVERY)
 
     def _found(self) -> list[int]:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_left(pid)]

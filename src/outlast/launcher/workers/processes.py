@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from outlast import files
 from outlast.errors import NodeUnfit
 from outlast.ipc.descriptors import give_back
 from outlast.ipc.processes import (
@@ -169,7 +170,7 @@ class Family:
         deadline = time.monotonic() + patience
         while not self.at_rest and time.monotonic() < deadline:
             self.tick(keep, (), owed=False)
-            select.select((), (), (), _LOOK_EVERY)
+            files.readable((), _LOOK_EVERY)
 
 
 def start_cold(
