@@ -94,8 +94,7 @@ def saver_process(root: Path, events: Path, **options: Any) -> SaverProcess:
 
     def end() -> None:
         found.hang_up()
-        if not found.ended():
-            found.kill()
+        found.kill()
 
     close_at_end(end)
     return found

@@ -315,7 +315,8 @@ class SaverProcess:
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, and close the descriptor that holds it."""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
-            self._process.wait(_KILL_PATIENCE)
+            if self._process.wait(_KILL_PATIENCE) is not None:
+                self._process.close()

@@ -61,10 +61,12 @@ class Training:
         )
 
 
-def _parts_of(state: Mapping[str, object]) -> Iterator[object]:
+def _parts_of(state: object) -> Iterator[object]:
     """Yield what is trained: parameters, optimizers and tensors; the rest may be another in each session."""
-    for holder in state.values():
-        if isinstance(holder, torch.nn.Module):
-            yield from holder.parameters()
-        elif isinstance(holder, (torch.optim.Optimizer, torch.Tensor)):
-            yield holder
+    if isinstance(state, torch.nn.Module):
+        yield from state.parameters()
+    elif isinstance(state, (torch.optim.Optimizer, torch.Tensor)):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for one in state.values() if isinstance(state, Mapping) else state:
+            yield from _parts_of(one)

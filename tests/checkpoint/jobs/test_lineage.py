@@ -48,11 +48,15 @@ def test_without_a_launcher_a_copy_that_was_passed_over_takes_no_later_save_with
 ) -> None:
     copies, hidden = tmp_path / "run" / "checkpoints", tmp_path / "hidden"
     hidden.mkdir()
+    weight = torch.zeros(
+        4
+    )  # one object: a session of this process with another one would be another training
 
     def train(begin: int, add: float, end: int) -> float:
         """Train in a session and save its last step; return the weight that it began with."""
-        memory, weight = tmp_path / f"memory-{end}-{add}", torch.zeros(4)
-        memory.mkdir()
+        weight.zero_()
+        memory = tmp_path / f"memory-{end}-{add}" / ("a-folder-of-a-long-name-" * 4)
+        memory.mkdir(parents=True)
         where = os.fspath(memory) if async_save else ""
         options = outlast.CheckpointOptions(
             async_save=async_save, keep_last_n=4, non_persistent_local_ckpt_dir=where
@@ -64,7 +68,7 @@ def test_without_a_launcher_a_copy_that_was_passed_over_takes_no_later_save_with
             for path in hidden.iterdir():
                 path.rename(copies / path.name)  # it can be read again
             for _ in session.steps(end):
-                weight += add
+                weight.add_(add)
             assert session.save(wait=True)
             assert end in {place_of(path.name)[0] for path in copies.iterdir()}
         until(lambda: not list(memory.iterdir()), "the end of the writer")

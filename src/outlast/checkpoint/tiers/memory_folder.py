@@ -314,7 +314,7 @@ class MemoryFolder:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.lock = self.root / "lock"
-        self.bell = self.root / "bell"
+        self._bell = self.root / "bell"
         self._members = self.root / "members.json"
         self._status = self.root / "status.json"
         self._flush = self.root / "flush"
@@ -373,8 +373,37 @@ class MemoryFolder:
     def ring(self) -> None:
         """Wake the writer; one that does not listen looks by itself a moment later."""
         kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
-        with socket.socket(socket.AF_UNIX, kind) as bell, contextlib.suppress(OSError):
-            bell.sendto(b"!", os.fspath(self.bell))
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, kind) as bell,
+            self._bell_address() as path,
+        ):
+            bell.sendto(b"!", path)
+
+    def listen(self) -> socket.socket:
+        """Return the bell: a datagram socket that can be read after each :meth:`ring`.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        self._bell.unlink(missing_ok=True)
+        bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            with self._bell_address() as path:
+                bell.bind(path)
+        except OSError:
+            bell.close()
+            raise
+        return bell
+
+    @contextlib.contextmanager
+    def _bell_address(self) -> Iterator[str]:
+        """Yield a short path of the bell: the address of a Unix socket has 107 bytes at most."""
+        folder = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{folder}/{self._bell.name}"
+        finally:
+            os.close(folder)
 
 
 class Stage:

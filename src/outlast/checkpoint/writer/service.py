@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -62,10 +61,7 @@ class Service:
         self._is_ours = is_ours
         self._owner = owner
         self._sink = sink
-        with contextlib.suppress(FileNotFoundError):
-            folder.bell.unlink()
-        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._bell.bind(os.fspath(folder.bell))
+        self._bell = folder.listen()
         self._disk = Tasks("disk", folder.ring)
         self._keeper: CopyCommitter | None = None
         before = folder.status()
