@@ -20,10 +20,11 @@ REQUIRED = inspect.Parameter.empty
 PARAMETERS = {  # NVRx ptl_resiliency at d8686d9, NeMo 2.x; kwargs and private names left out
     "FaultToleranceCallback": {
         "autoresume": REQUIRED,
-        "calculate_timeouts": REQUIRED,
+        "calculate_timeouts": None,
         "simulated_fault_params": None,
         "exp_dir": None,
         "logger_name": "nemo_logger.FaultToleranceCallback",
+        "calculate_timeout": None,  # by the name in NeMo's guide
     },
     "PreemptionCallback": {"sig": None},
     "LocalCheckpointCallback": {
@@ -61,6 +62,16 @@ def test_a_simulated_fault_has_their_fields() -> None:
     ("make", "sentence"),
     [
         (lambda: nemo.FaultToleranceCallback(True, False), "--no-ft-calc-ft-timeouts"),
+        (lambda: nemo.FaultToleranceCallback(True, calculate_timeout=False), "--no-ft-calc-ft-timeouts"),
+        (lambda: nemo.FaultToleranceCallback(False), "expected one of calculate_timeouts"),
+        (
+            lambda: nemo.FaultToleranceCallback(False, True, calculate_timeout=True),
+            "expected one of calculate_timeouts",
+        ),
+        (
+            lambda: nemo.FaultToleranceCallback(autoresume=True, calculate_timeout=True),
+            "needs FAULT_TOL_FINISHED_FLAG_FILE",
+        ),
         (lambda: nemo.FaultToleranceCallback(True, True), "needs FAULT_TOL_FINISHED_FLAG_FILE"),
         (
             lambda: nemo.FaultToleranceCallback(

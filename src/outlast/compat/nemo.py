@@ -69,6 +69,7 @@ class FaultToleranceCallback(OutlastCallback):
             first start of the ranks.
         exp_dir: None or the run folder, where the launcher keeps its timeouts.
         logger_name: of the log.
+        calculate_timeout: the same as ``calculate_timeouts``, by the name in NeMo's guide; one of them.
 
     Raises:
         UsageError: an argument cannot take effect here; the text says what to use.
@@ -77,13 +78,20 @@ class FaultToleranceCallback(OutlastCallback):
     def __init__(
         self,
         autoresume: bool,
-        calculate_timeouts: bool,
+        calculate_timeouts: bool | None = None,
         simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
         exp_dir: str | os.PathLike[str] | None = None,
         logger_name: str | None = "nemo_logger.FaultToleranceCallback",
+        *,
+        calculate_timeout: bool | None = None,
     ) -> None:
         super().__init__()
-        if not calculate_timeouts:
+        if (calculate_timeouts is None) == (calculate_timeout is None):
+            raise UsageError(
+                "FaultToleranceCallback: expected one of calculate_timeouts and calculate_timeout, found"
+                f" {calculate_timeouts} and {calculate_timeout}; pass calculate_timeouts=True"
+            )
+        if not (calculate_timeouts or calculate_timeout):
             raise UsageError(
                 "FaultToleranceCallback: calculate_timeouts=False has no effect in a rank, since outlast run"
                 " calculates timeouts; start it with --no-ft-calc-ft-timeouts, or with fixed ones such as"

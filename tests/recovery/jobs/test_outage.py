@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from outlast.errors import ExitCode
 from tests.support.launching import Run, running, until
 
 ONE = ("--nproc-per-node", "1")
@@ -30,3 +31,12 @@ def test_a_signal_ends_the_wait_for_a_start(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 143, run.console()
     assert len(run.records("generation_started")) == 3
+
+
+def test_a_wrong_keyword_costs_one_start(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("class Model:\n    def __init__(self, width):\n        ...\n\n\nModel(widht=3)\n")
+    with running(Run(tmp_path / "run", str(script), options=ONE)) as run:
+        assert run.finish() == int(ExitCode.DO_NOT_REQUEUE), run.console()
+    assert len(run.records("generation_started")) == 1, run.console()
+    assert [one["action"] for one in run.records("action_taken")] == ["stop"]

@@ -188,6 +188,46 @@ def test_an_error_in_the_program_itself_ends_the_job_at_once(name: str) -> None:
     assert summary(crash) == RESTART
 
 
+def _raised(code: str) -> str:
+    """Return the signature of what a wrong call raises in the interpreter that runs the tests."""
+    try:
+        exec(code, {"f": lambda a, *, b=0: a, "g": lambda: 0, "C": type("C", (), {}), "math": math})
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(code)
+
+
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [
+        ("f(1, c=2)", True),
+        ("f()", True),
+        ("f(1, 2)", True),
+        ("f(1, a=2)", True),
+        ("g(1)", True),
+        ("C(1)", True),
+        ("C(x=1)", True),
+        ("open('x', mood='r')", True),
+        ("math.sqrt(1, 2)", True),
+        ("math.sqrt(x=1)", True),
+        ("undefined_name", True),
+        ("math.sqroot", True),
+        ("1 + None", False),  # of what was read, perhaps: a file that is not there yet
+        ("len(None)", False),
+        ("{}['step']", False),
+        ("None.step", False),
+        ("int('x')", False),
+    ],
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_call_that_no_outage_can_have_broken_is_an_error_of_the_program(
+    code: str, final: bool, trained: bool
+) -> None:
+    means = replace(OLD, trained=trained)
+    answer = Escalation(RICH).answer(fault(signature=_raised(code)), means, 0.0)
+    assert (answer.kind is RecoveryAction.STOP) == (final and not trained), answer
+
+
 # Budgets
 
 

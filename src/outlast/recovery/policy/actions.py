@@ -79,6 +79,14 @@ _NO_CURE = (
     "IndentationError",
     "ImportError",
     "ModuleNotFoundError",
+    "NameError",
+)
+# A call that does not fit what it calls, and a name that a module does not have: the texts of CPython.
+_WRONG_CALL = re.compile(
+    r"(\w+\.)*TypeError: .*(unexpected keyword argument|multiple values for (keyword )?argument"
+    r"|missing (\d+ )?required|takes .*\barguments?\b|expected .*\barguments?,? got"
+    r"|invalid keyword argument|passed as keyword arguments)"
+    r"|(\w+\.)*AttributeError: module .* has no attribute"
 )
 _MISUSE = ("UsageError", "ConfigError")  # of this package
 _BAD_ARGUMENT = "exit 2"  # of argparse, click and shells, for a command line that they do not take
@@ -136,7 +144,7 @@ def in_program(fault: Fault, trained: bool) -> bool:
         return fault.kind is FaultKind.ERROR and name.startswith(_MISUSE)
     if fault.signature == _BAD_ARGUMENT:
         return fault.step < 0 or (fault.counted and fault.step == 0)
-    return name.startswith((*_NO_CURE, *_MISUSE))
+    return name.startswith((*_NO_CURE, *_MISUSE)) or _WRONG_CALL.match(fault.signature) is not None
 
 
 def waits_out(fault: Fault) -> bool:
