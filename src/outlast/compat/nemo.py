@@ -20,6 +20,7 @@ from typing import Any
 from outlast import settings
 from outlast.chaos import inprocess as chaos
 from outlast.compat.nemo_local import LocalCheckpointCallback, update_trainer_local_checkpoint_io
+from outlast.compat.shown import show
 from outlast.compat.straggler_callback import StragglerDetectionCallback, straggler_det_callback
 from outlast.config import PreemptionOptions
 from outlast.errors import ExitCode, UsageError
@@ -126,7 +127,7 @@ class FaultToleranceCallback(OutlastCallback):
                 f" folder {folder}; leave exp_dir out, or start outlast run with --run-dir={self._exp_dir}"
             )
         if trainer.is_global_zero:
-            self.logger.info("[FaultToleranceCallback@rank0] Fault tolerance dir: %s", folder)
+            show(self.logger, "[FaultToleranceCallback@rank0] Fault tolerance dir: %s", folder)
         fault, self._fault = self._fault, None
         if fault is not None:
             chaos.schedule(
@@ -219,12 +220,13 @@ class PreemptionCallback(_Callback):  # type: ignore[misc]
         number = 0 if self._listener is None else self._listener.first_signal
         if number and not self._told:
             self._told = True
-            self.logger.info("Received signal %d, initiating graceful stop", number)
+            show(self.logger, "Received signal %d, initiating graceful stop", number)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002 - Lightning's
-        """Log NeMo's line where the fit ends because of a signal."""
-        if isinstance(exception, SystemExit) and exception.code == int(ExitCode.PREEMPTED):
-            self.logger.info("Preemption detected, signaling trainer to stop")
+        """Log NeMo's line on rank 0 where the fit ends because of a signal."""
+        ends = isinstance(exception, SystemExit) and exception.code == int(ExitCode.PREEMPTED)
+        if ends and trainer.is_global_zero:
+            show(self.logger, "Preemption detected, saving checkpoint and exiting")
 
 
 def get_global_step_from_global_checkpoint_path(path: str | os.PathLike[str]) -> int:

@@ -12,6 +12,7 @@ from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.compat.shown import show
 from outlast.errors import UsageError
 
 _LOG = logging.getLogger("outlast")
@@ -86,9 +87,10 @@ def log_job_info() -> None:
     """Log the job in one line, and a requeue in a second one."""
     info = get_slurm_info()
     if info is None:
-        _LOG.info("Not running under SLURM")
+        show(_LOG, "Not running under SLURM")
         return
-    _LOG.info(
+    show(
+        _LOG,
         "SLURM job: id=%s, name=%s, nodes=%d, tasks/node=%d, partition=%s, restart_count=%d",
         info.job_id,
         info.job_name,
@@ -98,7 +100,7 @@ def log_job_info() -> None:
         info.restart_count,
     )
     if info.is_requeued:
-        _LOG.info("Job was requeued (restart #%d) — will auto-resume", info.restart_count)
+        show(_LOG, "Job was requeued (restart #%d) — will auto-resume", info.restart_count)
 
 
 def resolve_resume_path(checkpoint_dir: str) -> Path | None:

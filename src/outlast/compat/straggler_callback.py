@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from outlast.compat.shown import show
 from outlast.compat.straggler import INDIVIDUAL, RELATIVE, CallableId, Detector, Report
 from outlast.integrations.collectives import group_device
 from outlast.stragglers.policy.nvrx import report_lines, tail
@@ -99,11 +100,8 @@ class _Reports:
         self._track = track
         self._lead = lead
 
-    def after_step(self, level: int) -> bool:
+    def after_step(self) -> bool:
         """Count a step; report if it ends an interval.
-
-        Args:
-            level: of the line about the time that a report took.
 
         Returns:
             There are stragglers and the job is to stop.
@@ -114,7 +112,8 @@ class _Reports:
         if not Detector.is_interval_elapsed():
             return False
         stop = self._config.stop_if_detected and _of_rank0(found)
-        self._log.log(level, f"Straggler report processing time: {time.monotonic() - started:.3f} sec.")
+        if report is not None:  # on rank 0
+            show(self._log, "Straggler report processing time: %.3f sec.", time.monotonic() - started)
         return stop
 
     def _tell(self, report: Report) -> bool:
@@ -137,7 +136,7 @@ class _Reports:
         shown = config.num_gpu_perf_scores_to_print
         for kind, _, scores in (one for one in kinds if one[1] and shown > 0):
             text = report_lines(scores, report.rank_to_node, shown)
-            self._log.info(f"{self._lead}GPU {kind} performance:\n{text}")
+            show(self._log, "%sGPU %s performance:\n%s", self._lead, kind, text)
         for kind, _, scores in (one for one in kinds if one[1] and config.enable_logging):
             prefix, ends = f"gpu_{kind}_perf", tail(scores)
             self._track(
@@ -197,7 +196,7 @@ class NVRxStragglerDetectionManager:
         )
         self.initialized = True
         interval = self.config.report_time_interval
-        self.logger.info("NVRx straggler detection enabled (report_interval=%ss)", interval)
+        show(self.logger, "NVRx straggler detection enabled (report_interval=%ss)", interval)
 
     def wrap_train_step_function(self, train_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with each call timed; the same function if not enabled."""
@@ -218,7 +217,7 @@ class NVRxStragglerDetectionManager:
         """
         if not self.initialized:
             return False
-        stop = self._reports.after_step(logging.DEBUG)
+        stop = self._reports.after_step()
         if stop:
             self.logger.error("Detected stragglers. Training should be stopped.")
         return stop
@@ -316,7 +315,7 @@ class StragglerDetectionCallback(_Callback):  # type: ignore[misc]
         def track(figures: Mapping[str, float]) -> None:
             pl_module.log_dict(dict(figures), logger=True, batch_size=1, rank_zero_only=True)
 
-        if _Reports(self._config, self.logger, track, lead="\n").after_step(logging.INFO):
+        if _Reports(self._config, self.logger, track, lead="\n").after_step():
             self.logger.error("Detected stragglers. Terminating training...")
             trainer.should_stop = True
 

@@ -1,7 +1,8 @@
 """Trains the model of lightning_trainer.py with NeMo's callbacks in place of Lightning's own ways.
 
-arguments: folder of results, "quiet", "killed" (by a simulated fault) or "local" (saves after each step), the
-           step at which rank 0 of the first generation is killed (0: none), the seconds that a step takes
+arguments: folder of results, "quiet" (sets up no logging), "killed" (by a simulated fault) or "local" (saves
+           after each step), the step at which rank 0 of the first generation is killed (0: none), the seconds
+           that a step takes
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from outlast.compat.nemo import (
     update_trainer_local_checkpoint_io,
 )
 
-logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 folder, way = Path(sys.argv[1]), sys.argv[2]
+if way != "quiet":
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 fault = {"fault_type": "rank_killed", "base_delay": 1.0, "rand_delay": 0.5, "rank_to_fail": 1}
 
 

@@ -1,0 +1,71 @@
+"""What a script prints that has not set up logging, and what its own handlers get where it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Bridge's loop on one rank: each step ends an interval.
+REPORTING = """
+from outlast.compat import NVRxStragglerDetectionConfig, NVRxStragglerDetectionManager
+
+config = NVRxStragglerDetectionConfig(enabled=True, report_time_interval=1e-6, num_gpu_perf_scores_to_print=1)
+manager = NVRxStragglerDetectionManager(config)
+manager.initialize()
+step = manager.wrap_train_step_function(lambda: sum(range(1000)))
+for number in range(17):  # the first interval has so many
+    step()
+    manager.check_stragglers(0)
+"""
+LINES = (
+    "NVRx straggler detection enabled",
+    "GPU relative performance:",
+    "GPU individual performance:",
+    "Straggler report processing time:",
+)
+SHOWN = """
+from outlast.compat.shown import show
+show(logging.getLogger("a.b"), "the line %d", 1)
+"""
+
+
+def printed(script: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import logging, sys\n{script}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("sets_up", [False, True])
+def test_the_report_is_shown_once(sets_up: bool) -> None:
+    set_up = 'logging.basicConfig(level=logging.INFO, format="own: %(message)s", stream=sys.stdout)\n'
+    out, err = printed((set_up if sets_up else "") + REPORTING)
+    for line in LINES:
+        assert (out.count(f"own: {line}"), err.count(line)) == ((1, 0) if sets_up else (0, 1)), (out, err)
+
+
+@pytest.mark.parametrize(
+    ("set_up", "out", "err"),
+    [
+        ("", 0, 1),
+        ("logging.getLogger('a').setLevel('INFO')", 0, 1),
+        ("logging.getLogger('a').setLevel('WARNING')", 0, 0),
+        ("logging.getLogger('a.b').disabled = True", 0, 0),
+        ("logging.disable(logging.INFO)", 0, 0),
+        ("logging.lastResort = None", 0, 0),
+        ("logging.getLogger('a').addHandler(logging.NullHandler())", 0, 0),
+        ("logging.getLogger('other').addHandler(logging.StreamHandler(sys.stdout))", 0, 1),
+        ("logging.basicConfig(stream=sys.stdout)", 0, 0),  # at WARNING, which is the script's choice
+        ("logging.basicConfig(stream=sys.stdout, level='INFO')", 1, 0),
+    ],
+)
+def test_what_a_script_has_chosen_counts(set_up: str, out: int, err: int) -> None:
+    found = printed(f"{set_up}\n{SHOWN}")
+    assert tuple(text.count("the line 1") for text in found) == (out, err), found
