@@ -244,7 +244,7 @@ class RunFolder:
     def _copies(self) -> list[tuple[int, int]]:
         """Return step and generation of each checkpoint, quarantined ones included."""
         names: list[str] = []
-        folders = (self.checkpoints, *self._trainings())
+        folders = (self.checkpoints, *self.trainings())
         for place in (path for folder in folders for path in (folder, folder / "quarantine")):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 names += os.listdir(place)
@@ -254,7 +254,7 @@ class RunFolder:
         """Return the folder of the checkpoints of a training; an empty name: of the only one."""
         return self.checkpoints / name if name else self.checkpoints
 
-    def _trainings(self) -> list[Path]:
+    def trainings(self) -> list[Path]:
         """Return the folders of trainings that have a name."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = sorted(os.listdir(self.checkpoints))

@@ -18,9 +18,10 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank
 from outlast.checkpoint.tools import upkeep
 from outlast.checkpoint.tools.commands import main
 from outlast.checkpoint.tools.listing import find, items
-from outlast.errors import UsageError
+from outlast.errors import ExitCode, UsageError
 from outlast.fields import FORMAT_VERSION
 from outlast.ipc.exchange import StoreExchange
+from outlast.observe.run_folder import RunFolder
 from tests.support.ckpt_run import (
     DOCUMENT,
     KEEP_ALL,
@@ -65,6 +66,27 @@ def test_copies_are_listed_the_newest_first_wherever_they_lie(run: Path) -> None
     assert [line.split()[0] for line in told.stdout.splitlines()[1:5]] == NAMES
     assert "\x1b" not in told.stdout
     assert f"quarantine/{NAMES[1]} was set aside: the loss" in told.stdout
+
+
+def test_a_training_with_a_name_belongs_to_its_run(run: Path) -> None:
+    copies = run / "checkpoints"
+    mine = copies / "fold-0"
+    copies.rename(run / "fold-0")
+    copies.mkdir()
+    (run / "fold-0").rename(mine)
+    assert lines("ls", run) == []
+    assert str(mine) in ckpt("ls", run).stdout
+    assert str(mine) in ckpt("verify", run, "--all").stdout
+    assert [one["name"] for one in lines("ls", mine)] == NAMES
+    holder = RunFolder(run)
+    holder.claim()
+    try:
+        refused = ckpt("quarantine", mine, NAMES[0], "--reason", "a test")
+    finally:
+        holder.release()
+    assert refused.returncode == ExitCode.RUN_FOLDER_BUSY
+    assert (mine / NAMES[0]).is_dir()
+    assert ckpt("quarantine", mine, NAMES[0], "--reason", "a test").returncode == 0
 
 
 def test_what_cannot_be_believed_is_listed_with_the_reason(run: Path) -> None:

@@ -129,10 +129,12 @@ def _ls(options: argparse.Namespace) -> int:
         for entry in entries:
             _say_json(entry.to_json())
         return ExitCode.OK
-    if not entries:
+    if entries:
+        listing.print_copies(entries, target.run_id)
+    else:
         _say(f"no copy is in {target.tier.folder}")
-        return ExitCode.OK
-    listing.print_copies(entries, target.run_id)
+    for folder in listing.named_trainings(target):
+        _say(f"training {folder.name} has copies of its own: outlast ckpt ls {folder}")
     return ExitCode.OK
 
 
@@ -177,6 +179,8 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
             _say(f"{item.label}: {_verdict(found)}{''.join(more)}")
+    for folder in listing.named_trainings(target) if options.all and not options.json else ():
+        _say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify --all {folder}")
     return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
 
 

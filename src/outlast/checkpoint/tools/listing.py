@@ -139,18 +139,27 @@ def find(path: str) -> Target:
     root = Path(path).absolute()
     if not root.is_dir():
         raise UsageError(f"{path}: no such folder; {_EXPECTED}{runs.nearby(root)}")
-    for run in (root, root.resolve().parent):
+    real = root.resolve()
+    for run in (root, real.parent, real.parent.parent):
         folder = RunFolder(run)
-        here = run == root or folder.checkpoints.resolve() == root.resolve()
-        if here and (run / "run.json").exists():
+        copies = folder.checkpoints if run == root else root
+        ours = (folder.checkpoints, *folder.trainings())
+        if copies.resolve() in {path.resolve() for path in ours} and (run / "run.json").exists():
             known = folder.peek(run / "run.json") or {}
-            return Target(DirectoryTier(folder.checkpoints), folder, str(known.get("run_id", "")))
+            return Target(DirectoryTier(copies), folder, str(known.get("run_id", "")))
     tier = DirectoryTier(root)
     if not tier.names() and not tier.quarantined():
         raise UsageError(
             f"{path}: neither run.json nor a copy (step-...) is in it; {_EXPECTED}{runs.nearby(root)}"
         )
     return Target(tier, None, "")
+
+
+def named_trainings(target: Target) -> list[Path]:
+    """Return the folders of the trainings with a name, where a command is about a run and not about one."""
+    if target.folder is None or target.tier.folder != target.folder.checkpoints:
+        return []
+    return target.folder.trainings()
 
 
 def items(target: Target) -> list[Item]:
