@@ -9,7 +9,7 @@ from outlast.cluster.policy.events import Heartbeat, HoldRanks, Judged, LeadOutc
 from outlast.cluster.policy.job_controller import DRAIN_PATIENCE, JobController
 from outlast.cluster.policy.members import Left
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
-from outlast.recovery.policy.job import CommitSeen, LoadSeen, NoSaveComes, OwnCheckpoint
+from outlast.recovery.policy.job import AllStarted, CommitSeen, LoadSeen, NoSaveComes, OwnCheckpoint
 from tests.cluster.policy.test_job_controller import ABLE, begun
 
 FAILING = Fault(FaultKind.FAILING, "n1", -1, 1, 40, "n1 is failing: XID 79", "n1 is failing")
@@ -216,6 +216,18 @@ def test_a_node_that_was_failing_in_an_earlier_generation_is_waited_for_no_more(
     assert lead.held(30, 7.0) == []
     assert _judged(lead.tick(lead.deadline)) == []
     assert _judged(lead.tick(5.0 + DRAIN_PATIENCE)) == []
+
+
+def test_a_failing_node_that_a_fault_kept_in_the_job_is_replaced_in_the_next_generation() -> None:
+    """A person has asked for it, for example, and asks once."""
+    lead = begun("n0", "n1", spares=1)
+    lead.handle(NodeEvent("n1", 1, FAILING), 5.0)
+    _restarted(lead, 6.0)
+    said = [one for name in ("n0", "n1") for one in lead.handle(NodeEvent(name, 2, AllStarted(2)), 7.0)]
+    assert HoldRanks() in said
+    lead.held(31, 7.5)
+    said = lead.handle(NodeEvent("n0", 2, CommitSeen(31, "step-000000031.g2")), 8.0)
+    assert _judged(said) == [(RecoveryAction.REPLACE_NODE, "n1")]
 
 
 def test_what_was_saved_in_an_earlier_generation_is_not_what_is_waited_for() -> None:

@@ -120,6 +120,7 @@ class JobController:
         self._counted = False  # the steps of this generation are optimizer steps of its processes
         self._program = ""  # digest of the program's files in this generation
         self._running_since: float | None = None
+        self._failing: list[Fault] = []  # of nodes that a fault kept from being replaced; taken up again
         self._pending = PendingFaults()
         self._pool = Pool()
         self._stragglers = StragglerWatch(stragglers or StragglerOptions(), self._job.signs)
@@ -305,7 +306,12 @@ class JobController:
             if not ours or not self._progress.started(told.node):
                 return []
             self._running_since = now
-            return self._ask_job(event, None, now)
+            said = self._ask_job(event, None, now)
+            failing, self._failing = self._failing, []
+            for fault in failing:
+                again = replace(fault, generation=self._job.generation, step=self._progress.least())
+                said += self._on_failing(again, now)
+            return said
         if isinstance(event, StepsDone):
             step = self._progress.done(told.node, event.step) if ours else None
             if step is None:
@@ -427,7 +433,7 @@ class JobController:
         said: list[LeadOutcome] = [*self._job.trust_changes()]
         for action in actions:
             if action.kind is not RecoveryAction.NONE:
-                self._pending.clear()
+                self._drop_pending()
                 if action.reenter and fault is not None:
                     due = now + self._gates.patience(self._membership.with_ranks)
                     self._pending.add(Pending(fault, due, Why.BARRIER))
@@ -531,10 +537,16 @@ class JobController:
         self._kept.begin()
         same = plan.world_size == self._job.world_size  # then nobody's ranks have other numbers either
         self._reenter = same and self._pending.first(Why.BARRIER) is not None
-        self._pending.clear()
+        self._drop_pending()
+        self._failing = [fault for fault in self._failing if fault.node in plan.nodes]
         self._job.world_size = plan.world_size
         words = f"generation {plan.generation}: {some(plan.nodes)}: {plan.reason}"
         return [Log(words), *self._propose_if_ready()]
+
+    def _drop_pending(self) -> None:
+        """Drop the faults that a new generation ends; nodes that are failing are so in the next one, too."""
+        self._failing += [one.fault for one in self._pending if one.why is Why.SAVE]
+        self._pending.clear()
 
     def _compare(self, plan: Plan) -> None:
         """Compare the ranks of a plan from now on."""
