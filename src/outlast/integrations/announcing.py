@@ -93,7 +93,7 @@ class AnnouncedLoop:
             _LOG.warning("%s: ignored, since another one already reports this process's steps", self._who)
             return
         try:
-            reporting.progress(step)
+            reporting.resumed(step)
         except UsageError:
             if self._implied:
                 return

@@ -11,9 +11,10 @@ Layout, in 8-byte words unless said (little-endian host order; a page never leav
 
     word 0      magic and version        word 1  generation    word 2  rank    word 3  pid
     word 4..10  marks (float): spawned, started, session, group, loaded, first_step, announced
-    word 11     the first step that the script announced, where it announced one
+    word 11     the step that follows those with which the script began, where it announced steps
     word 12     1: this rank gives itself back, as a notice asked it to (exit code 75)
     word 13     the thread that tells of collectives, 0: there is none
+    word 14     1: a framework reported the steps with which it began; 0: it is the first step announced
     word 16..20 beat: number, time (float), completed steps, state, number again
     word 21     when the rank will have exited, since a notice came (float; infinite: no limit); 0: none came
     word 24     depth of open sections   word 25  when the last one closed (float)
@@ -63,6 +64,7 @@ _HISTOGRAMS = 4096 // 4
 _BEGAN = 11
 _GIVEN_BACK = 12
 _LISTENER = 13
+_RESUMED = 14
 _BEAT = 16
 _LEAVES = 21
 _DEPTH = 24
@@ -99,8 +101,9 @@ class RankHeartbeat:
     sections: tuple[tuple[str, float], ...]
     closed: float
     marks: dict[str, float]
-    began: int = -1  # the first step that the script announced; -1: it announced none
+    began: int = -1  # the step that follows those with which the script began; -1: it announced none
     listener: int = 0
+    resumed: bool = False  # a framework reported the steps with which it began
 
 
 class Section:
@@ -285,9 +288,9 @@ class HeartbeatPage:
         if not self.doubles[index]:
             self.doubles[index] = monotonic() if at is None else at
 
-    def begin_announcing(self, step: int) -> None:
-        """Note the first step that the script announces."""
-        self.words[_BEGAN] = step
+    def begin_announcing(self, step: int, resumed: bool = False) -> None:
+        """Note the first step that the script announces: it has completed it, or it has resumed from it."""
+        self.words[_BEGAN], self.words[_RESUMED] = step + resumed, int(resumed)
         self.mark("announced")
 
     def section(self, name: str) -> Section:
@@ -390,6 +393,7 @@ class HeartbeatReader:
             marks=marks | {"spawned": self._last.marks["spawned"]},
             began=count(words[_BEGAN], least=-1) if "announced" in marks else -1,
             listener=count(words[_LISTENER], _MOST_PID),
+            resumed=bool(words[_RESUMED]),
         )
 
     def leaves(self) -> float:

@@ -533,10 +533,10 @@ class Agent:
         if len(self._watch.heartbeats) < len(generation.ranks):
             return
         step, counted = self._watch.slowest_step(), self._watch.source is StepSource.COUNTED
-        began = self._watch.announced_from()
+        began, resumed = self._watch.announced_from()
         if began >= 0 and not self._announced:
             self._announced, self._steps_told = True, -1
-            self._journal.announced(began)
+            self._journal.announced(began, resumed)
         if step > self._steps_told:
             self._steps_told = step
             if not self._ends.failed:

@@ -224,9 +224,12 @@ class Journal:
         }
         self._record(events.FirstStep, step=slowest, marks=marks, source=source.value)
 
-    def announced(self, step: int) -> None:
-        """Write the first step that the script announced in a generation."""
-        self._record(events.Progress, step=step, source=StepSource.ANNOUNCED.value)
+    def announced(self, first: int, resumed: bool) -> None:
+        """Write the step that the script announced first in a generation, or that it resumed from."""
+        step = first - resumed
+        self._record(
+            events.Progress, step=step, source=StepSource.ANNOUNCED.value, resumed=step if resumed else -1
+        )
 
     def progress(self, step: int, source: StepSource, now: float) -> None:
         """Write how far the slowest rank is, every few seconds of a clock at most."""

@@ -94,6 +94,15 @@ def progress(step: int, saved: bool = False) -> None:
     _announce(done, saved, -1)
 
 
+def resumed(step: int) -> None:
+    """Report the completed steps with which a framework begins; :func:`progress` reports what follows.
+
+    Raises:
+        UsageError: as :func:`progress`.
+    """
+    _announce(_checked(step), False, -1, resumed=True)
+
+
 def saved(step: int, agreed: int) -> None:
     """Report a complete checkpoint of a framework, as :func:`progress` reports one of the script's own.
 
@@ -112,13 +121,13 @@ def cannot_save(step: int, reason: str) -> None:
         Reporter(context.control_path).send(codec.encode(record))
 
 
-def _announce(step: int, saved: bool, agreed: int) -> None:
+def _announce(step: int, saved: bool, agreed: int, resumed: bool = False) -> None:
     context = settings.worker_context() if saved or not heartbeat.announces() else None
     if context is not None and not context.heartbeat_path:
         return
     if context is not None:
         heartbeat.begin_announcing(context.heartbeat_path, context.num_warmup_iterations)
-    heartbeat.announce(step, stays=saved)
+    heartbeat.announce(step, saved, resumed)
     if saved and context is not None:
         record = ScriptSaved(time.time(), time.monotonic(), context.generation, step, agreed)
         Reporter(context.control_path).send(codec.encode(record))

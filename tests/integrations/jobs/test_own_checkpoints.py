@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from outlast.observe.policy.goodput import fold
+from outlast.observe.report import read_log
 from tests.support.frameworks import ENVIRONMENT, job, lines_of, reached, skip_without
 from tests.support.launching import running, until
 
@@ -96,6 +98,12 @@ def test_a_killed_job(tmp_path: Path, way: Way, undisturbed: str) -> None:
         assert run.finish() == 0, run.console()
     assert len(run.records("fault_seen")) == 1
     ends_as(tmp_path / "job", way, undisturbed)
+    resumed = [one["resumed"] for one in run.records("progress") if one["resumed"] >= 0]
+    assert resumed or not way.agrees
+    if resumed:
+        (incident,) = fold(read_log(run.folder).records).incidents
+        assert (resumed[0], resumed[-1] % way.interval) == (0, 0)
+        assert incident.steps_lost == incident.step - resumed[-1] <= way.interval
 
 
 def test_a_job_with_a_stopped_rank(tmp_path: Path, way: Way, undisturbed: str) -> None:

@@ -220,3 +220,32 @@ def test_a_launch_whose_generation_has_a_number_of_before_tells_what_it_lost() -
     log += [one.workers(15.0), progress(one, 16.0, 21, "announced"), first_step(one, 17.0, 21, "announced")]
     ledger = fold([*log, one.ended(20.0)])
     assert ([one.steps_lost for one in ledger.incidents], ledger.seconds[Category.LOST_WORK]) == ([4], 2.0)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("interval", [1, 10, 100])
+@pytest.mark.parametrize("after", [0, 1, 7, 87])
+def test_a_framework_tells_the_step_that_it_resumed_from(interval: int, after: int, announced: bool) -> None:
+    """The announcement of the newest checkpoint is lost where the process dies right after the save."""
+    one, two, newest = Line(1), Line(2), 5 * interval
+    saves = [saved(one, float(number), number * interval) for number in range(1, 5 + announced)]
+    ledger = job(
+        *[Progress(*one.at(0.5), 0, "announced", resumed=0), first_step(one, 1.0, 1, "announced"), *saves],
+        fault(one, 10.0, newest + after),
+        one.action(10.0),
+        first_step(two, 12.0, newest, "announced"),
+        Progress(*two.at(12.0), newest, "announced", resumed=newest),
+    )
+    incident, seconds = lost(ledger)
+    assert incident.steps_lost == after
+    assert seconds == 5.0 if announced else seconds <= 10.0
+
+
+def test_a_script_that_announces_the_step_of_its_checkpoint_first_resumed_there() -> None:
+    """What it saved since it was started again is no place that it resumed from."""
+    one, two = Line(1), Line(2)
+    begun = [progress(one, 0.5, 1, "announced"), saved(one, 4.0, 10), saved(one, 8.0, 20)]
+    begun += [fault(one, 10.0, 22), one.action(10.0)]
+    assert lost(job(*begun, progress(two, 12.0, 20, "announced")))[0].steps_lost == 2
+    again = [saved(two, 11.0, 21), progress(two, 12.0, 21, "announced")]
+    assert lost(job(*begun, *again))[0].steps_lost == 2

@@ -221,17 +221,17 @@ def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -
         "5.25 g1 FirstStep 1 {'spawned': 502.5, 'first_step': 505.0} ",
         "9 g0 TimeoutsLearned {'step': 9.0} a test",
         "9.5 g0 TimeoutsLearned {'step': 9.0} a test",
-        "10 g1 Progress 1 ",
-        "10.5 g1 Progress 5 ",
+        "10 g1 Progress 1  -1",
+        "10.5 g1 Progress 5  -1",
         "11.5 g1 Saved 8 step-8 1 0.5 a test",
         "14 g1 FaultSeen crash b 1 -1 513.5 killed signal 9 {} ",
         "14 g1 ActionTaken restart-in-job 2 newest restart 1 of 3 0.0",
         "15.5 g2 GenerationStarted 3 (7,) zygote a test",
         "16.5 g2 Loaded 8 step-8 1 0.25 a test () ",
         "17.75 g2 FirstStep 9 {'spawned': 515.5, 'first_step': 517.5} ",
-        "20 g2 Progress 9 ",
-        "20.25 g2 Progress 10 ",
-        "20.5 g2 Progress 11 ",
+        "20 g2 Progress 9  -1",
+        "20.25 g2 Progress 10  -1",
+        "20.5 g2 Progress 11  -1",
         "30 g2 ActionTaken restart-in-job 3 newest the previous generation ended without a fault:"
         " the job grew or was restarted 0.0",
         "31 g3 GenerationStarted 3 (7,) zygote a test",
@@ -298,7 +298,7 @@ def test_nodes_whose_starts_are_not_in_the_logs_are_as_far_as_the_slowest_of_the
     a, b = Node("a"), Node("b")
     a.step(1.0, 5).step(3.0, 7)
     b.step(2.0, 4)
-    assert lines(job(a, b), a) == ["2 g0 Progress 4 "]
+    assert lines(job(a, b), a) == ["2 g0 Progress 4  -1"]
 
 
 def test_a_node_without_ranks_does_not_hold_the_progress_of_the_others_back() -> None:

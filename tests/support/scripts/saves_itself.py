@@ -30,11 +30,24 @@ for parameter in model.parameters():
     torch.nn.init.normal_(parameter)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 done = 0
+
+
+class Alone:
+    """Nobody asks for anything."""
+
+    should_save = should_stop = False
+
+
+asks: Any = contextlib.nullcontext(Alone())
 if accelerated:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if announced:
+        from outlast.integrations.accelerate import announce
+
+        asks = announce(accelerator, optimizer)
     newest = max(kept.glob("step-*/done"), default=None)
     if newest:
         accelerator.load_state(newest.parent)
@@ -49,12 +62,6 @@ else:
         done = found["step"]
 
 
-class Alone:
-    """Nobody asks for anything."""
-
-    should_save = should_stop = False
-
-
 def save() -> None:
     if accelerated:
         accelerator.save_state(kept / f"step-{done:03}")
@@ -67,11 +74,6 @@ def save() -> None:
         os.replace(kept / "part.pt", kept / "last.pt")
 
 
-asks: Any = contextlib.nullcontext(Alone())
-if accelerated and announced:
-    from outlast.integrations.accelerate import announce
-
-    asks = announce(accelerator, optimizer)
 with asks as job:
     while done < 12 and not job.should_stop:
         if fatal == done > 0 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -197,9 +197,14 @@ class Watch:
         source = self.source
         return min((one.step for one in self.heartbeats.values() if _source(one) is source), default=-1)
 
-    def announced_from(self) -> int:
-        """Return the first step that the script announced in this generation; -1: none."""
-        return min((one.began for one in self.heartbeats.values() if one.began >= 0), default=-1)
+    def announced_from(self) -> tuple[int, bool]:
+        """Return the step after those with which the script began this generation; -1: it announced none.
+
+        Returns:
+            The step, and whether a framework reported it; otherwise it is the first step announced.
+        """
+        began = ((one.began, one.resumed) for one in self.heartbeats.values() if one.began >= 0)
+        return min(began, default=(-1, False))
 
     def placed(self, fault: Fault) -> Fault:
         """Return a fault with the step and its source."""

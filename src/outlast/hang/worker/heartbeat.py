@@ -168,13 +168,19 @@ def _end() -> None:
         _Here.page.set_state(RankState.DONE)
 
 
-def announce(step: int, stays: bool) -> None:
-    """Send a heartbeat with a step of the script's own; with ``stays`` one that is lower changes nothing."""
+def announce(step: int, stays: bool, resumed: bool = False) -> None:
+    """Send a heartbeat with a step of the script's own.
+
+    Args:
+        step: completed steps.
+        stays: a step that is lower than the one before changes nothing.
+        resumed: a framework has resumed from that step, and has completed none yet.
+    """
     page, before = _Here.page, _Here.announced
     if page is None or before is None:
         return
     if before < 0:
-        page.begin_announcing(step)
+        page.begin_announcing(step, resumed)
     elif step > before:
         page.mark("first_step")
     now = _Here.announced = max(step, before) if stays else step

@@ -405,7 +405,11 @@ class _Account:
     def _on_progress(self, launch: _Launch, at: float, record: events.Progress) -> None:
         if record.source == ANNOUNCED and record.generation not in self._resumed:
             self._resumed.add(record.generation)
-            self._resume(max(0, record.step - 1), launch.begin if self._seen is None else self._seen)
+            since = launch.begin if self._seen is None else self._seen
+            if record.resumed >= 0:
+                self._redo(self._reached(record.resumed), since, record.resumed)
+            else:
+                self._resume(record.step, since)
         self._took_step(at, record)
 
     def _took_step(self, at: float, record: events.FirstStep | events.Progress) -> None:
@@ -414,14 +418,22 @@ class _Account:
         elif record.step > self._count:
             self._count, self._step_at = record.step, at
 
-    def _resume(self, step: int, since: float) -> None:
-        """The script resumed from its newest checkpoint at or before a step; it had stopped at ``since``."""
-        own = [(saved, at) for at, saved in self._own if saved <= step]
-        if own:
-            step, at = max(own)
-        else:
-            at = next((where for where, known in reversed(self._known) if known <= step), 0.0)
-        self._redo(at, since, step)
+    def _resume(self, first: int, since: float) -> None:
+        """The script announced ``first`` as its first step, after it had stopped at ``since``.
+
+        It resumed from its newest checkpoint before that step. If one of that step existed when the script
+        stopped, the script announced the step that it resumed from.
+        """
+        own = [step for at, step in self._own if step < first or (step == first and at <= since)]
+        step = max(own, default=max(0, first - 1))
+        self._redo(self._reached(step), since, step)
+
+    def _reached(self, step: int) -> float:
+        """Return the place at which a step was reached: where its checkpoint was announced, if it was."""
+        saved = next((at for at, own in reversed(self._own) if own == step), None)
+        if saved is not None:
+            return saved
+        return next((at for at, known in reversed(self._known) if known <= step), 0.0)
 
     def _on_own(self, _: _Launch, at: float, record: ScriptSaved) -> None:
         self._own.append((at, record.step))

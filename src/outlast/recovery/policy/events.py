@@ -286,6 +286,7 @@ class Progress(Record):
 
     step: int
     source: str = ""  # of the step, a StepSource
+    resumed: int = -1  # completed steps that a framework began this generation with; -1: it reported none
 
 
 @dataclass(frozen=True)

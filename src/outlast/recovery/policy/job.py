@@ -101,7 +101,7 @@ class StepsDone:
     Args:
         step: the number.
         counted: the number counts optimizer steps of a process, from 0.
-        began: the first step that the script announced in this generation; -1: none.
+        began: the step that follows those with which the script began this generation; -1: it announced none.
         program: digest of the program's files when the generation was started; empty: unknown.
     """
 
@@ -205,7 +205,7 @@ class JobDecider:
         self._knows_steps = False  # in some generation, a session or the script reported steps
         self._own = -1  # step of the newest checkpoint of the script's own
         self._reached = -1  # completed steps, as told last
-        self._began = -1  # the first step that the script announced in this generation
+        self._began = -1  # the first step that the script completes in this generation, if it announces steps
         self._trained: tuple[str, ...] = ()  # programs of which a generation has completed a step
         self._complete = -1  # completed steps when every rank had finished; -1: training went on since
         self.state_now = JobState.STARTING
