@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import ProcessGroup, Store
     from torch.nn import Module
+    from torch.optim import Optimizer
 
 _GLOO_PATIENCE = 1.0
 _ATTEMPT = 0.5  # seconds; an interrupted rank that sleeps for longer than 1.1 s in C++ is replaced
@@ -453,3 +454,22 @@ def loads_itself(module: Any) -> bool:
 
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return own or bool(module._load_state_dict_pre_hooks)
+
+
+def must_consolidate(optimizer: Any) -> bool:
+    """Say whether an optimizer gives its state only after its parts were gathered on one rank."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind) and type(optimizer).state_dict is kind.state_dict
+
+
+def steppers_of(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers that do the steps of one: itself, or what a wrapper without hooks wraps."""
+    from torch import optim
+
+    def has_hooks(one: Any) -> bool:
+        return isinstance(one, optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(one)
+
+    return (
+        [optimizer] if has_hooks(optimizer) else [one for one in vars(optimizer).values() if has_hooks(one)]
+    )

@@ -31,10 +31,10 @@ class Underway:
     def __init__(self, state: Mapping[str, object]) -> None:
         self._batches = [one for one in state.values() if isinstance(one, Batches)]
         self.optimizers = {
-            name: one
+            name: stepper
             for name, one in state.items()
-            # a wrapper that never called the constructor of its class has no hooks; what it wraps steps
-            if isinstance(one, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(one)
+            if isinstance(one, torch.optim.Optimizer)
+            for stepper in _torch_compat.steppers_of(one)[:1]
         }
         self._stepped: set[str] = set()  # since the last step ended
         self._before = frozenset(self.optimizers)  # in the last complete step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark
 from outlast.errors import CheckpointMismatch, NoUsableCheckpoint, UsageError
+from outlast.ports import Exchange
 from outlast.recovery.policy.events import Record
-from tests.support.jobs import Job, checkpointer, kinds, save_steps
+from tests.support.jobs import Job, checkpointer, kinds, save_steps, together
 
 
 class Custom:
@@ -34,7 +36,7 @@ class Text(str):
         (numpy.float64, "type has no form"),
         (torch.zeros(2).to_sparse(), "has the layout torch.sparse_coo"),
         (torch.zeros(2, device="meta"), "is on the meta device"),
-        (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter; copying its bytes would lose"),
+        (torch.nn.parameter.UninitializedParameter(), "has no shape yet"),
         (1j, "complex has no form"),
     ],
 )
@@ -119,6 +121,104 @@ def test_another_model_is_refused_by_what_differs_and_nothing_is_touched(
     assert other.content() == before
     assert kinds(records) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [copy_name(1, 1), copy_name(2, 1)]
+
+
+def two_layers() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    for one in model.parameters():
+        torch.nn.init.ones_(one)  # alike on all ranks
+    return model
+
+
+class Wrapping(torch.nn.Module):
+    """Puts a word into the names, as DistributedDataParallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = two_layers()
+
+
+def compiled_layer() -> torch.nn.Module:
+    model: Any = two_layers()
+    model[0] = torch.compile(model[0], backend="eager")
+    return model  # type: ignore[no-any-return]
+
+
+def with_buffer() -> torch.nn.Module:
+    model = two_layers()
+    model.register_buffer("extra", torch.zeros(3))
+    return model
+
+
+def renamed() -> torch.nn.Module:
+    return torch.nn.Sequential(OrderedDict(zip("ab", two_layers().children(), strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "named"),
+    [
+        (
+            two_layers,
+            lambda: torch.compile(two_layers(), backend="eager"),
+            ("m.0.bias", "_orig_mod", "compile"),
+        ),
+        (
+            lambda: torch.compile(two_layers(), backend="eager"),
+            two_layers,
+            ("m.0.bias", "_orig_mod", "compile"),
+        ),
+        (two_layers, compiled_layer, ("m.0.bias", "m.0._orig_mod.bias", "compile")),
+        (Wrapping, two_layers, ("m.module.0.bias", "m.0.bias", "DistributedDataParallel")),
+        (two_layers, Wrapping, ("m.module.0.bias", "m.0.bias", "DistributedDataParallel")),
+        (two_layers, with_buffer, ("m.extra", "this job only", "added")),
+        (with_buffer, two_layers, ("m.extra", "removed")),
+        (two_layers, renamed, ("m.0.bias", "m.a.bias", "renamed")),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_changed_model_is_refused_by_names_and_cause(
+    saved: Any, live: Any, named: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    """And not by the number of ranks, or by what other ranks would need, which is the same."""
+
+    def save(exchange: Exchange) -> bool:
+        return checkpointer(tmp_path, exchange=exchange).save(1, {"m": saved()}, "a test")
+
+    def load(exchange: Exchange) -> Any:
+        return checkpointer(tmp_path, exchange=exchange, generation=2).restore({"m": live()})
+
+    assert together(ranks, save) == [True] * ranks
+    for error in together(ranks, load):
+        assert isinstance(error, CheckpointMismatch)
+        assert all(one in str(error) for one in named), error
+        assert "saved by" not in str(error)
+        assert "DTensor" not in str(error)
+
+
+def test_optimizers_in_a_list_are_to_be_registered_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"state\['box\.0'\].*AdamW.*under a name of its own"):
+        checkpointer(tmp_path).save(1, {"box": [Job(0).optimizer]}, "a test")
+
+
+def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(tmp_path: Path) -> None:
+    saved = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    with pytest.raises(UsageError, match=r"'m\.0\.weight'\].*pass a batch"):
+        checkpointer(tmp_path).save(1, {"m": saved}, "a test")
+    saved(torch.ones(1, 3))
+    assert checkpointer(tmp_path).save(1, {"m": saved}, "a test")
+    live = torch.nn.Sequential(torch.nn.LazyLinear(2))
+    with pytest.raises(UsageError, match=r"'m'\]: 0\.weight.*pass a batch"):
+        checkpointer(tmp_path, generation=2).restore({"m": live})
+    live(torch.ones(1, 3))
+    assert checkpointer(tmp_path, generation=2).restore({"m": live}) is not None
+
+
+def test_an_optimizer_whose_state_must_be_gathered_first_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer.__new__(ZeroRedundancyOptimizer)
+    with pytest.raises(UsageError, match=r"'o'\]: a ZeroRedundancyOptimizer .*consolidate_state_dict"):
+        checkpointer(tmp_path).save(1, {"o": optimizer}, "a test")
 
 
 def test_a_live_value_that_cannot_be_restored_in_place_is_refused(tmp_path: Path) -> None:

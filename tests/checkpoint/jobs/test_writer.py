@@ -235,6 +235,47 @@ def test_lazy_staging_waits_before_a_compiled_step_of_an_optimizer(node: Node) -
     assert (node.loaded().step, other.content()) == (1, content)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that never called the constructor of its class, as PostLocalSGDOptimizer."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.optim = wrapped
+        self.step, self.zero_grad = wrapped.step, wrapped.zero_grad  # type: ignore[method-assign]
+        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+        self.load = wrapped.load_state_dict
+        self.state_dict = wrapped.state_dict  # type: ignore[method-assign]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.load(state_dict)
+
+
+class Deep(Wrapper):
+    """One whose optimizer cannot be found."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        super().__init__(wrapped)
+        del self.optim
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Deep])
+def test_lazy_staging_waits_for_the_steps_of_a_wrapped_optimizer(kind: type[Wrapper], node: Node) -> None:
+    job = Job(0, width=300)
+    job.optimizer = kind(job.optimizer)  # type: ignore[assignment]
+    saver = node.join(job, staging="lazy")
+    job.train()
+    content = job.content()
+    assert saver.stage(Order(1, True, "a test"), job.state)
+    job.train()
+    assert saver.durable(1)
+    assert job.content() != content
+    eager = [one for one in node.records if isinstance(one, Note) and "staging is eager" in one.reason]
+    assert len(eager) == (kind is Deep)
+    other = Job(99, width=300)
+    other.optimizer = kind(other.optimizer)  # type: ignore[assignment]
+    node.join(other, generation=2)
+    assert (node.loaded().step, other.content()) == (1, content)
+
+
 def test_with_a_cuda_graph_that_is_older_than_the_session_lazy_staging_copies_at_once(
     node: Node, changed: threading.Event
 ) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from outlast import _torch_compat
 from outlast.checkpoint.content.codecs import (
@@ -141,6 +142,7 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_LAZY = "has no shape yet; pass a batch through a lazy module before session.restore"
 _RESERVED = "__metadata__"  # safetensors' own key
 _EXTRA = "_extra_state"  # torch's last word of the key of what a module's get_extra_state returns
 
@@ -222,7 +224,9 @@ def _require_plain(tensor: torch.Tensor, path: Path) -> None:
         UsageError: names the key and the type.
     """
     why = ""
-    if type(tensor) not in _PLAIN_TENSORS:
+    if is_lazy(tensor):
+        why = _LAZY
+    elif type(tensor) not in _PLAIN_TENSORS:
         kind = type(tensor)
         why = (
             f"is a {kind.__module__}.{kind.__qualname__}; copying its bytes would lose what the type adds"
@@ -259,6 +263,12 @@ def _require_holder(name: str, value: object) -> None:
         raise UsageError(
             f"state[{name!r}]: a {type(value).__qualname__} cannot be restored in place; pass an object with"
             " state_dict() and load_state_dict(), a tensor, or a dict or list that holds the value"
+        )
+    if _torch_compat.must_consolidate(value):
+        raise UsageError(
+            f"state[{name!r}]: a {type(value).__qualname__} gives its state as it was at the latest"
+            " consolidate_state_dict, so it cannot be saved; fully_shard (FSDP2) divides the state of an"
+            " optimizer, too, and is saved"
         )
 
 
@@ -322,6 +332,19 @@ def _is_copied(module: Any, key: str) -> bool:
     except AttributeError:
         return False
     return not _torch_compat.loads_itself(holder) and (name in holder._parameters or name in holder._buffers)
+
+
+def require_shapes(state: Mapping[str, object]) -> None:
+    """Refuse lazy modules that have not seen a batch: nothing can be loaded into them.
+
+    Raises:
+        UsageError: names the module and its first parameter without a shape.
+    """
+    for name, module in state.items():
+        if isinstance(module, torch.nn.Module):
+            for key, one in (*module.named_parameters(), *module.named_buffers()):
+                if is_lazy(one):
+                    raise UsageError(f"state[{name!r}]: {key} {_LAZY}; nothing was loaded or changed")
 
 
 def content_of(holder: object) -> Any:

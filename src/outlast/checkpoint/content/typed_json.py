@@ -104,13 +104,18 @@ class Encoder:
             return {"tensor": self._tensor(value, path)}
         if kind.__module__ == "numpy" and "numpy" in sys.modules:
             return self._numpy(value, path)
-        return self._refuse(path, f"a {kind.__module__}.{kind.__qualname__} has no form without pickle")
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self._refuse(
+                path,
+                f"a {name} has a state of its own",
+                "register each such object under a name of its own, not within a dict or list",
+            )
+        return self._refuse(path, f"a {name} has no form without pickle")
 
-    def _refuse(self, path: Path, why: str) -> NoReturn:
-        raise UsageError(
-            f"state[{'.'.join(path)!r}]: {why}; the checkpoint was not written; let state_dict() return"
-            " plain Python values, containers of them and tensors"
-        )
+    def _refuse(self, path: Path, why: str, cure: str = "") -> NoReturn:
+        cure = cure or "let state_dict() return plain Python values, containers of them and tensors"
+        raise UsageError(f"state[{'.'.join(path)!r}]: {why}; the checkpoint was not written; {cure}")
 
     def _int(self, value: int, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
         return value if value.bit_length() <= 64 else {"int": hex(value)}

@@ -60,6 +60,7 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
     some,
 )
+from outlast.checkpoint.policy.names import likely_cause, name_differences
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
@@ -151,7 +152,7 @@ def require_claimed(left: Sequence[Sequence[str]]) -> None:
     if unclaimed:
         raise CheckpointMismatch(
             f"{len(unclaimed)} tensor(s) are in the checkpoint and in no rank's live state:"
-            f" {some(unclaimed)}; nothing was loaded or changed"
+            f" {some(unclaimed)}; {likely_cause(unclaimed, ())}; nothing was loaded or changed"
         )
 
 
@@ -351,7 +352,7 @@ def _same_world(manifest: Manifest, identity: Identity) -> bool:
 def _ranks(world: Manifest | Identity) -> str:
     """Return the number of ranks, and their layout if it is known."""
     layout = "" if world.layout is None else f" ({world.layout})"
-    return f"{world.world_size} ranks{layout}"
+    return f"{world.world_size} rank{'s' if world.world_size > 1 else ''}{layout}"
 
 
 def _condition(manifest: Manifest, identity: Identity) -> str:
@@ -383,6 +384,7 @@ class _Plan:
             world.files[identity.rank], state
         )
         self._problems: list[str] = []
+        self._absent: list[str] = []  # what no rank has saved
         self._left: set[str] = set()
         self._orders: dict[str, tuple[int, ...] | None] = {}  # strides of what this rank gets, by key
 
@@ -421,13 +423,19 @@ class _Plan:
 
     def _refuse(self) -> None:
         """Raise what stands against loading, if anything does."""
-        if self._problems:
-            manifest, here = self._world.manifest, self._identity
-            then, now = _ranks(manifest), _ranks(here)
-            what = first_few(self._problems)
-            raise CheckpointMismatch(
-                f"saved by {then}, it cannot be loaded by these {now}: {what}; {_condition(manifest, here)}"
-            )
+        problems = [name_differences(self._left, self._absent)] if self._absent else []
+        problems += self._problems
+        if not problems:
+            return
+        manifest, here = self._world.manifest, self._identity
+        what = first_few(problems)
+        if _same_world(manifest, here) and not self._problems:
+            raise CheckpointMismatch(what)
+        now = f"{'this' if here.world_size == 1 else 'these'} {_ranks(here)}"
+        condition = f"; {_condition(manifest, here)}" if self._problems else ""
+        raise CheckpointMismatch(
+            f"saved by {_ranks(manifest)}, it cannot be loaded by {now}: {what}{condition}"
+        )
 
     def _merged(self) -> dict[str, Json]:
         """Put the values of all ranks together as this rank has use for them."""
@@ -444,7 +452,7 @@ class _Plan:
             content = self._state.content(name) if tensors and _says_all(self._state[name]) else None
             said = [(rank, prune(value, content, self._left)) for rank, value in said]
             values[name] = merger.merge(said, lambda name=name: self._state.content(name), name)  # type: ignore[misc]
-            self._problems += [f"{path} is in this job only" for path in absent(values[name], content, name)]
+            self._absent += absent(values[name], content, name)
         return values
 
     def _of(self, key: str) -> list[Stored]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
-from outlast.checkpoint.content.state import apply, require_fit
+from outlast.checkpoint.content.state import apply, require_fit, require_shapes
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups
@@ -110,6 +110,7 @@ class _Attempt:
         plan = self._plan
         with tier.open(plan.name) as folder:
             try:
+                require_shapes(self._state)
                 received = open_part(
                     folder,
                     plan.name,

@@ -207,9 +207,22 @@ class Engine:
                     reason="staging is eager: a CUDA graph was captured before session.restore, and nothing"
                     ' tells when it steps an optimizer; restore before the capture, or set staging = "eager"',
                 )
-            for holder in state.values():
+            for name, holder in state.items():
                 if isinstance(holder, torch.optim.Optimizer):
-                    holder.register_step_pre_hook(lambda *_: self._stager.until_copied())
+                    self._wait_before_steps(name, holder)
+
+    def _wait_before_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer wait until what lazy staging copies is copied."""
+        steppers = _torch_compat.steppers_of(optimizer)
+        for one in steppers:
+            one.register_step_pre_hook(lambda *_: self._stager.until_copied())
+        if not steppers:
+            self._stager.replays = True
+            self._around.record(
+                Note,
+                reason=f"staging is eager: {name}, a {type(optimizer).__qualname__}, has no hooks before a"
+                " step, and neither has an optimizer in it",
+            )
 
     def save(self, order: Order, state: Mapping[str, object]) -> bool:
         """Stage a state; return whether it is on its way.
