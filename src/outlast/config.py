@@ -249,8 +249,8 @@ class PreemptionOptions:
             limit (KempnerForge ShutdownHandler, 600).
         exit_signals: names of the signals that announce the end (KempnerForge: SIGTERM and SIGUSR1).
         notice_file: a file that the cluster creates before it ends the job; empty: none.
-        margin: seconds before the deadline that are reserved for the exit; after half of them a script that
-            has not ended is ended.
+        margin: seconds before the end that the cluster or ``preempt_time`` sets, in which the process exits;
+            after half of them a script whose state is safe, and that has not ended, is ended.
     """
 
     preempt_time: float | None = None

@@ -6,8 +6,9 @@ outlives most among those for which there is time. The process exits when the sa
 than the deadline, less a margin. If ranks do not agree in time (the group hangs), what is staged is flushed
 without an agreement. A repeated notice changes nothing, unless it leaves less time.
 
-Two times are kept. The deadline is hard: the process exits. It follows from what the user or the cluster says
-about the end of the job, and from ``timeout_sec``. The expected end is earlier where nobody has said
+Two times are kept. The deadline is hard: a margin before it the process exits. It follows from what the user
+or the cluster says about the end of the job, and from ``timeout_sec``, after which the process exits, so a
+margin is added to it. The expected end is earlier where nobody has said
 anything: the tier is chosen for it, and a copy in any tier is enough once it has come.
 """
 
@@ -238,7 +239,8 @@ class Preempted:
 
     def _ask(self, source: str, ends: float, now: float, words: str) -> tuple[Decision, ...]:
         again = self.state is not State.TRAINING
-        limit = now + self._options.timeout_sec if self._options.timeout_sec and not again else math.inf
+        own = self._options.timeout_sec + self._options.margin if self._options.timeout_sec else math.inf
+        limit = math.inf if again else now + own
         sooner = min(ends, limit) < self._deadline
         self._deadline = min(self._deadline, ends, limit)
         left = max(0.0, self._deadline - now)
@@ -247,7 +249,8 @@ class Preempted:
             assumed = now + self._lead if math.isinf(ends) else math.inf
             self._expected = min(self._deadline, assumed)
             if math.isfinite(left):
-                words += f"; Forced exit in {left:.0f}s if shutdown not complete"
+                forced = max(0.0, left - self._options.margin)
+                words += f"; Forced exit in {round(forced, 1):g}s if shutdown not complete"
             return (Decision(Order.VOTE, words), *self.tick(now))
         self._expected = min(self._expected, self._deadline)
         if not sooner:
@@ -332,7 +335,7 @@ class Preempted:
 
     def _warn(self) -> tuple[Decision, ...]:
         lead = min(self._lead, self._options.timeout_sec or math.inf)
-        left = lead - self._options.margin
+        left = min(self._lead - self._options.margin, self._options.timeout_sec or math.inf)
         known = {name: one for name, one in self._seconds.items() if math.isfinite(one)}
         late = [name for name, seconds in known.items() if seconds * _SLACK > left]
         if self._warned or not late:

@@ -47,8 +47,6 @@ from outlast.preemption.policy import (
     Voted,
 )
 
-_WAKE = 0
-
 
 class Handlers:
     """Takes signals; to be installed once a process, on its main thread.
@@ -62,6 +60,8 @@ class Handlers:
         self.numbers = frozenset(signal.Signals[name].value for name in names)
         self._shield = shield
         self._reader, self._writer = map(set_apart, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        # Apart from the pipe: what another thread takes from it must not let the listener sleep on.
+        self._alarm = set_apart(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
         self._owner = os.getpid()
@@ -94,29 +94,36 @@ class Handlers:
             signal.signal(number, signal.SIG_IGN)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self._write(number)  # a loop of asyncio may have taken the place of the pipe
+        with contextlib.suppress(BlockingIOError):  # a loop of asyncio may have taken the place of the pipe
+            os.write(self._writer, bytes((number,)))
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    def _write(self, number: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, bytes((number,)))
-
     def wake(self) -> None:
-        """End a wait in :meth:`wait`; from any thread."""
-        self._write(_WAKE)
+        """End the wait in :meth:`wait`, or the next one; from any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._alarm, 1)
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the signals that have arrived; after so many seconds, or when anything wakes it."""
-        files.readable([self._reader], seconds)
+        """Return the signals that have arrived; after so many seconds, or when anything wakes it.
+
+        Only one thread waits.
+        """
+        files.readable([self._reader, self._alarm], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+        return self.taken()
+
+    def taken(self) -> list[int]:
+        """Return the signals that have arrived and that nobody has taken yet; from any thread."""
         try:
             found = os.read(self._reader, 4096)
         except BlockingIOError:
             return []
         if self._wakeup_before >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._wakeup_before, found.replace(bytes((_WAKE,)), b""))
+                os.write(self._wakeup_before, found)
         return [number for number in found if number in self.numbers]
 
     def _leave_to_child(self) -> None:
@@ -320,9 +327,14 @@ class PreemptionHandler:
     def look(self) -> None:
         """Take what has arrived; from any thread."""
         with self._lock:
-            for number in self._handlers.wait(0.0):
-                self.first_signal = self.first_signal or number
-                self._handle(Signal(number, self._rank))
+            if self._took(self._handlers.taken()):
+                self.wake()  # the listener must not sleep past the deadline
+
+    def _took(self, numbers: Sequence[int]) -> bool:
+        for number in numbers:
+            self.first_signal = self.first_signal or number
+            self._handle(Signal(number, self._rank))
+        return bool(numbers)
 
     def agreed(self, voted: Voted) -> Iterator[Decision]:
         """Yield the saves that all ranks make after the step of a vote, until the state is durable."""
@@ -344,7 +356,7 @@ class PreemptionHandler:
         """
         with self._lock:
             self.exit_code = int(ExitCode.PREEMPTED)
-            self._over = min(self._decider.deadline, self._clock.monotonic() + limit)
+            self._over = min(self._ends_itself(), self._clock.monotonic() + limit)
             heartbeat.attach(self._heartbeat_path or None).give_back()
             self._tell(reason)
         self.wake()
@@ -411,9 +423,13 @@ class PreemptionHandler:
             heartbeat.attach(self._heartbeat_path or None).give_back()
         if not (self._cooperates and decision.exit_code == ExitCode.PREEMPTED):
             self._end(decision.exit_code, decision.reason)
-        self._over = self._decider.deadline - self.options.margin / 2
+        self._over = self._ends_itself()
         self._tell(decision.reason)
         self.exit_code = decision.exit_code
+
+    def _ends_itself(self) -> float:
+        """Return when a process whose state is safe, or is the script's own, is ended by this thread."""
+        return self._decider.deadline - self.options.margin / 2
 
     def _tell(self, text: str) -> None:
         _LOG.warning("%s", text)
@@ -431,9 +447,7 @@ class PreemptionHandler:
         while not self._released:
             numbers = self._handlers.wait(self._patience())
             with self._lock:
-                for number in numbers:
-                    self.first_signal = self.first_signal or number
-                    self._handle(Signal(number, self._rank))
+                self._took(numbers)
                 try:
                     self._turn(self._clock.monotonic())
                 except Exception:  # noqa: BLE001 - the thread that hears SIGTERM must go on

@@ -43,7 +43,7 @@ def test_a_signal_is_voted_on_saved_and_exits_when_durable() -> None:
     assert asked.order is Order.VOTE
     assert asked.reason == (
         "Received SIGTERM on rank 3 — requesting graceful shutdown; "
-        "Forced exit in 120s if shutdown not complete"
+        "Forced exit in 118s if shutdown not complete"
     )
     save = only(rank.handle(Voted(40, 119.0, TIERS), 101.0))
     assert (save.order, save.step, save.tier) == (Order.SAVE, 40, "global")
@@ -70,9 +70,9 @@ def test_without_a_word_about_the_end_only_the_timeout_ends_the_process() -> Non
     rank = Preempted(PreemptionOptions(), TIERS)
     asked = only(rank.handle(Signal(15), 0.0))
     assert "Forced exit in 600s" in asked.reason
-    assert (rank.deadline, rank.expected) == (600.0, 60.0)
-    assert rank.tick(597.9) == ()
-    assert only(rank.tick(598.0)).exit_code == ExitCode.FAILED
+    assert (rank.deadline, rank.expected) == (602.0, 60.0)
+    assert rank.tick(599.9) == ()
+    assert only(rank.tick(600.0)).exit_code == ExitCode.FAILED
 
 
 def test_without_a_timeout_nothing_is_forced() -> None:
@@ -89,11 +89,11 @@ def test_without_a_timeout_nothing_is_forced() -> None:
 @pytest.mark.parametrize(
     ("options", "lead", "deadline", "expected"),
     [
-        (PreemptionOptions(), 0.0, 600.0, 60.0),
-        (PreemptionOptions(timeout_sec=30), 0.0, 30.0, 30.0),
+        (PreemptionOptions(), 0.0, 602.0, 60.0),
+        (PreemptionOptions(timeout_sec=30), 0.0, 32.0, 32.0),
         (PreemptionOptions(timeout_sec=0), 0.0, math.inf, 60.0),
         (PreemptionOptions(preempt_time=120), 0.0, 120.0, 120.0),
-        (PreemptionOptions(preempt_time=900), 0.0, 600.0, 600.0),
+        (PreemptionOptions(preempt_time=900), 0.0, 602.0, 602.0),
         (PreemptionOptions(preempt_time=900, timeout_sec=0), 0.0, 900.0, 900.0),
         (PreemptionOptions(preempt_time=120), 30.0, 30.0, 30.0),
     ],
@@ -104,6 +104,30 @@ def test_the_soonest_of_what_was_said_is_the_deadline(
     rank = Preempted(options, TIERS, lead)
     rank.handle(Signal(15), 0.0)
     assert (rank.deadline, rank.expected) == (deadline, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "exits"),
+    [
+        (PreemptionOptions(), 600.0),
+        (PreemptionOptions(timeout_sec=0.5), 0.5),
+        (PreemptionOptions(timeout_sec=5), 5.0),
+        (PreemptionOptions(timeout_sec=5, margin=9), 5.0),
+        (PreemptionOptions(timeout_sec=5, margin=0), 5.0),
+        (PreemptionOptions(preempt_time=5), 3.0),
+        (PreemptionOptions(preempt_time=5, margin=9), 0.0),
+        (PreemptionOptions(preempt_time=30, timeout_sec=29), 28.0),
+        (PreemptionOptions(preempt_time=30, timeout_sec=27), 27.0),
+    ],
+)
+def test_the_forced_exit_comes_when_the_line_announces_it(options: PreemptionOptions, exits: float) -> None:
+    rank = Preempted(options, TIERS)
+    asked, *ended = rank.handle(Signal(15), 0.0)
+    assert f"; Forced exit in {exits:g}s " in asked.reason
+    assert [one.order for one in ended] == [Order.EXIT] * (exits == 0.0)
+    if exits:
+        assert rank.tick(exits - 0.01) == ()
+        assert only(rank.tick(exits)).exit_code == ExitCode.FAILED
 
 
 def test_a_rank_without_a_notice_takes_both_times_from_the_vote() -> None:

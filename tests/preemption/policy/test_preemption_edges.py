@@ -66,7 +66,7 @@ def test_another_signal_is_no_notice(number: int, name: str) -> None:
 def test_a_cluster_that_says_when_it_ends_is_believed() -> None:
     rank = Preempted(PreemptionOptions(), TIERS)
     asked = only(rank.handle(Notice("Slurm", 400.0), 100.0))
-    assert asked.reason == "Slurm ends this job in 300 s; Forced exit in 300s if shutdown not complete"
+    assert asked.reason == "Slurm ends this job in 300 s; Forced exit in 298s if shutdown not complete"
     assert (asked.order, asked.step, asked.tier, asked.exit_code) == (Order.VOTE, -1, "", ExitCode.OK)
     assert (rank.deadline, rank.expected) == (400.0, 400.0)
 
@@ -344,8 +344,8 @@ def test_it_is_said_before_training_where_a_preempted_job_will_be_saved(
     assert rank.start() == (), "once"
 
 
-@pytest.mark.parametrize(("timeout", "warns"), [(0.0, False), (52.0, False), (51.9, True)])
+@pytest.mark.parametrize(("timeout", "warns"), [(0.0, False), (50.0, False), (49.9, True)])
 def test_the_timeout_is_a_lead_too(timeout: float, warns: bool) -> None:
     said = Preempted(PreemptionOptions(timeout_sec=timeout, margin=2.0), TIERS, 60.0).start()
-    words = "a save to the global tier takes 40.0 s and the lead is 52 s; a preempted job saves to the local"
+    words = "a save to the global tier takes 40.0 s and the lead is 50 s; a preempted job saves to the local"
     assert [one.reason.startswith(words) for one in said] == [True] * warns
