@@ -181,6 +181,15 @@ def test_the_weighted_score_saves_and_never_drains(tmp_path: Path) -> None:
     assert detailed[0]["gpu_name"] == "simulated H100"
 
 
+def test_the_weighted_score_takes_samples_as_often_as_they_are_read(tmp_path: Path) -> None:
+    node = Node(tmp_path, model="weighted", telemetry_interval=2.0)
+    for number in range(5):
+        node.health.look(_devices(node.begun + 2.0 * number), 1, 110)
+        node.settle()
+    metrics = (tmp_path / "own" / "gpu_logs" / "gpu_metrics.csv").read_text().splitlines()
+    assert len(metrics) == 1 + 5 * 8
+
+
 def _devices(at: float) -> list[Sample]:
     samples = simulation.samples(simulation.parse("healthy"), "n1", 0.0, -1.0, at)
     return [one for one in samples if isinstance(one, DeviceSample)]

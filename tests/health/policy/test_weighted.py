@@ -121,6 +121,18 @@ def test_a_sample_is_taken_when_the_interval_is_over(after: float, taken: bool) 
     assert bool(judge.observe([replace(sample(9), time=90.0 + after)])) is taken
 
 
+@pytest.mark.parametrize("interval", [0.5, 2.0, 10.0, 30.0])
+def test_the_interval_is_the_users(interval: float) -> None:
+    judge = Weighted(interval=interval)
+    rise = 2.5 * interval / 60  # degrees a sample: 2.5 a minute, which is half of the term
+    rising = [
+        replace(sample(0), time=interval * number, temperature=50.0 + rise * number) for number in range(70)
+    ]
+    found = judge.observe(rising)
+    assert len(found) == 70
+    assert found[-1].terms.temp_rise == pytest.approx(0.5 * 5 / 6)  # five rises in six intervals, as there
+
+
 def test_without_errors_the_threshold_cannot_be_reached() -> None:
     worst = Terms(1, 1, 0, 1, 1, 1)
     assert worst.score == 0.75 < weighted.THRESHOLD

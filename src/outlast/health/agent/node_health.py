@@ -72,7 +72,9 @@ class NodeHealth:
         self._later: list[str] = []
         now = time.time()
         self._health = Health(node, _model(options.model_file), options.horizon, now - time.monotonic())
-        self._weighted = Weighted(options.risk_threshold) if options.model == "weighted" else None
+        self._weighted = None
+        if options.model == "weighted":
+            self._weighted = Weighted(options.risk_threshold, options.telemetry_interval)
         interval, share = config.checkpoints.save_interval, options.threshold_frac
         limit = None if share is None or interval is None else Filter(interval, share)
         self._emergency = Emergency(options.drain_at if self._weighted is None else _NEVER, limit)
@@ -209,7 +211,7 @@ class NodeHealth:
                 if index not in self._alerting:
                     self._note(f"health: {alerts[-1]}")
             (self._alerting.add if one.alert else self._alerting.discard)(index)
-        return Risk(self._node, "", float(bool(alerts)), weighted.INTERVAL, tuple(alerts))
+        return Risk(self._node, "", float(bool(alerts)), self._options.telemetry_interval, tuple(alerts))
 
     def _write(self, entry: Entry) -> None:
         self._files.hand(lambda: self._ledger.append(entry), patience=0.0)

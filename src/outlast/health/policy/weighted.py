@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 from outlast.health.policy.telemetry import DeviceSample, Sample, XidEvent
 
 WINDOW = 60  # samples
-INTERVAL = 10.0  # seconds between two samples
+INTERVAL = 10.0  # seconds between two samples, there
 THRESHOLD = 0.95
 WEIGHTS = {
     "temperature": 0.25,
@@ -100,10 +100,12 @@ class Weighted:
 
     Args:
         threshold: from which score on there is an alert.
+        interval: seconds between two samples of a device; the window and the terms count samples.
     """
 
-    def __init__(self, threshold: float = THRESHOLD) -> None:
+    def __init__(self, threshold: float = THRESHOLD, interval: float = INTERVAL) -> None:
         self._threshold = threshold
+        self._interval = interval
         self._windows: dict[str, deque[tuple[DeviceSample, int]]] = {}
         self._pending: dict[int, int] = {}
 
@@ -120,7 +122,7 @@ class Weighted:
     def _due(self, sample: DeviceSample) -> bool:
         """Say whether the interval since the device's last sample is over: terms count samples."""
         window = self._windows.get(_key(sample))
-        return not window or not 0 <= sample.time - window[-1][0].time < 0.95 * INTERVAL
+        return not window or not 0 <= sample.time - window[-1][0].time < 0.95 * self._interval
 
     def _scored(self, sample: DeviceSample) -> Scored:
         window = self._windows.setdefault(_key(sample), deque(maxlen=WINDOW))
@@ -131,7 +133,7 @@ class Weighted:
             fresh += max(0, sample.ecc_uncorrected - before)
         window.append((sample, fresh))
         errors = sum(count for _, count in window)
-        terms = terms_of([one for one, _ in window], errors)
+        terms = terms_of([one for one, _ in window], errors, self._interval)
         return Scored(sample, terms, errors, terms.score >= self._threshold)
 
 
@@ -139,8 +141,8 @@ def _key(sample: DeviceSample) -> str:
     return sample.uuid or f"#{sample.index}"
 
 
-def terms_of(window: Sequence[DeviceSample], errors: int) -> Terms:
-    """Return the terms for a window of samples, the latest last."""
+def terms_of(window: Sequence[DeviceSample], errors: int, interval: float) -> Terms:
+    """Return the terms for a window of samples so many seconds apart, the latest last."""
     now = window[-1]
     return Terms(
         temperature=_cut(None if now.temperature is None else (now.temperature - 70.0) / 15.0),
@@ -148,7 +150,7 @@ def terms_of(window: Sequence[DeviceSample], errors: int) -> Terms:
         errors=float(errors > 0),
         power=_cut(_power(window)),
         utilization_drop=_cut(_drop(window)),
-        temp_rise=_cut(_rise(window)),
+        temp_rise=_cut(_rise(window, interval)),
     )
 
 
@@ -183,11 +185,11 @@ def _drop(window: Sequence[DeviceSample]) -> float | None:
     return (baseline - now) / 0.30 if baseline > 0.50 else None
 
 
-def _rise(window: Sequence[DeviceSample]) -> float | None:
+def _rise(window: Sequence[DeviceSample], interval: float) -> float | None:
     if len(window) < _RISE:
         return None
     first, last = window[-_RISE].temperature, window[-1].temperature
-    minutes = _RISE * INTERVAL / 60
+    minutes = _RISE * interval / 60
     return None if first is None or last is None else (last - first) / minutes / 5.0
 
 
