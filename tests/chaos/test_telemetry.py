@@ -20,21 +20,28 @@ from tests.support.jobs import mounted
 from tests.support.nvml_library import Node, StandIn, installed
 
 
-def made(tmp_path: Path, *words: str) -> list[Sample]:
-    path = tmp_path / "replay.jsonl"
+def made(tmp_path: Path, *words: str, name: str = "replay.jsonl") -> list[Sample]:
+    path = tmp_path / name
     assert commands.main(["telemetry", *words, "--replay-file", str(path)]) == 0
     return list(read(path))
 
 
 class TestReplayFile:
-    @pytest.mark.parametrize("kind", [kind.value for kind in Kind])
-    def test_every_scenario_can_be_written_and_read(self, tmp_path: Path, kind: str) -> None:
-        found = made(tmp_path, f"{kind},devices=2,after=50", "--seconds", "100", "--interval", "10")
+    @pytest.mark.parametrize("name", ["replay.jsonl", "replay.csv"])
+    @pytest.mark.parametrize(
+        "kind", [*(kind.value for kind in Kind), "intense-load,xid", "intense-load,ecc-burst"]
+    )
+    def test_every_scenario_can_be_written_and_read(self, tmp_path: Path, kind: str, name: str) -> None:
+        words = (f"{kind},devices=2,after=50", "--seconds", "100", "--interval", "10")
+        found = made(tmp_path, *words, name=name)
+        assert ((tmp_path / name).read_text()[0] == "{") == name.endswith("l")
         times = [one.time for one in found]
         assert times == sorted(times)
         assert times[-1] - times[0] == pytest.approx(100)
         if kind != "silence":
             assert sum(isinstance(one, HostSample) for one in found) == 11
+        assert sum(isinstance(one, XidEvent) for one in found) == kind.endswith("xid")
+        assert {type(one) for one in found} == {type(one) for one in made(tmp_path, *words)}
 
     def test_a_silence_grows(self, tmp_path: Path) -> None:
         found = made(tmp_path, "silence,device=3,after=15", "--seconds", "40")

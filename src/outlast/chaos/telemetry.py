@@ -21,7 +21,7 @@ from outlast.errors import ExitCode, UsageError
 from outlast.health.agent.telemetry import recorded
 from outlast.health.policy import simulation
 from outlast.health.policy.simulation import Kind, Scenario
-from outlast.health.policy.telemetry import DeviceSample, Sample, Silence, XidEvent, to_line
+from outlast.health.policy.telemetry import DeviceSample, Sample, Silence, XidEvent
 
 _DESCRIPTION = """\
 Make telemetry of a scenario, or take it from a file. With --replay-file it is written down at once, for
@@ -38,12 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.epilog = (
         f"scenarios: {', '.join(kind.value for kind in Kind)}; settings follow, as in"
-        " xid,device=3,after=20,xid=79 (also devices=8, seed=0; after is in seconds, default 60)"
+        " xid,device=3,after=20,xid=79 (also devices=8, seed=0; after is in seconds, default 60);"
+        " intense-load,xid is a failure under intense load"
     )
     add = parser.add_argument
     add("scenario", nargs="?", default="", metavar="SCENARIO", help="see below")
     add("--from", dest="source", type=Path, metavar="FILE", help="samples of a file instead of a scenario")
-    add("--replay-file", type=Path, metavar="FILE", help="write a file of samples")
+    add(
+        "--replay-file",
+        type=Path,
+        metavar="FILE",
+        help="write a file of samples: a table if it ends in .csv, else JSON lines",
+    )
     add("--state-file", type=Path, metavar="FILE", help="of the stand-in, replaced at each reading")
     add("--kernel-log", type=Path, metavar="FILE", help="with --state-file: gets a line for each XID")
     add("--seconds", type=float, default=600.0, help="length (default 600)")
@@ -122,13 +128,11 @@ def of_file(samples: Iterable[Sample], seconds: float) -> Iterator[Moment]:
 
 
 def _write(moments: Iterator[Moment], path: Path) -> None:
-    count = 0
     descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT, 0o666, follow=True)
-    with open(descriptor, "w", encoding="utf-8") as file:
+    with open(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         file.truncate()
-        for _, samples in moments:
-            count += len(samples)
-            file.writelines(to_line(sample) + "\n" for sample in samples)
+        shown = (sample for _, samples in moments for sample in samples)
+        count = recorded.write(shown, file, recorded.is_table(path))
     sys.stdout.write(f"{count} samples in {path}\n")
 
 

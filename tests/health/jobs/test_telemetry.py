@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from outlast.chaos import commands
+from outlast.health.policy.telemetry import DeviceSample
+from outlast.health.policy.weighted import METRICS, Scored, Terms, metrics_row
 from outlast.ipc.processes import is_alive
 from tests.support.launching import Run, running, until
 from tests.support.nvml_library import StandIn
@@ -133,6 +136,22 @@ class TestCommand:
         assert "the driver asks for: reset" in found.stdout
         assert "XID 48 of " in found.stdout
         assert "host: memory " in found.stdout
+
+    @pytest.mark.parametrize("name", ["samples.csv", "samples.jsonl", "gpu_metrics.csv"])
+    def test_files_that_outlast_wrote_are_replayed(self, tmp_path: Path, name: str) -> None:
+        path = tmp_path / name
+        if name == "gpu_metrics.csv":  # the job's table of the weighted score
+            hot = DeviceSample(1e9, "n", 2, "GPU-c", temperature=93.0)
+            row = metrics_row(Scored(hot, Terms(), 0, False), "2026-01-02T03:04:05+00:00")
+            path.write_text(f"{','.join(METRICS)}\n{','.join(row)}\n")
+        else:
+            make = ("thermal-ramp,device=2,devices=3,after=0", "--interval", "9", "--replay-file", str(path))
+            assert commands.main(["telemetry", *make]) == 0
+        found = self.shown("--call-timeout", "600", "--telemetry", f"replay:{path}")  # it waits for nothing
+        assert found.returncode == 0, found.stderr
+        (line,) = (one for one in found.stdout.splitlines() if one.startswith("2 "))
+        assert line.split()[2] == "C", found.stdout
+        assert (line.split()[1] == "93") == (name == "gpu_metrics.csv"), found.stdout
 
     def test_a_driver_that_hangs_is_a_line(self, tmp_path: Path) -> None:
         driver = StandIn(tmp_path)

@@ -26,6 +26,8 @@ def test_a_text_is_parsed() -> None:
     assert parse("healthy") == Scenario(Kind.HEALTHY)
     assert parse("lost,devices=64,device=63,after=0") == Scenario(Kind.LOST, 63, 64, 0.0)
     assert parse("lost,devices=1") == Scenario(Kind.LOST, 0, 1)
+    assert parse("intense-load,xid,device=3,xid=48") == Scenario(Kind.XID, 3, xid=48, loaded=True)
+    assert parse("intense-load,device=3") == Scenario(Kind.INTENSE_LOAD, 3)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,12 @@ def test_a_text_is_parsed() -> None:
     [
         ("fire", "scenario 'fire' is unknown; known are healthy, thermal-ramp"),
         ("", "scenario '' is unknown"),
+        ("intense-load,fire", "'fire' is no failure; those under intense load are thermal-ramp"),
+        ("intense-load,healthy", "'healthy' is no failure"),
+        ("intense-load,intense-load", "'intense-load' is no failure"),
+        ("intense-load,xid,lost", "setting 'lost' is unknown"),
+        ("xid,intense-load", "setting 'intense-load' is unknown"),
+        ("intense-load,loaded=1", "setting 'loaded' is unknown"),
         ("xid,gpu=1", "setting 'gpu' is unknown; known are device, devices"),
         ("xid,device=one", "device='one' is no number"),
         ("xid,device=8", "device=8: 0 to 7 expected"),
@@ -50,6 +58,19 @@ def test_what_is_wrong_in_it_is_said(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse(text)
     assert problem in source_problem(f"simulate:{text}")
+
+
+@pytest.mark.parametrize("kind", [Kind.XID, Kind.LOST, Kind.ECC_BURST, Kind.THERMAL_RAMP, Kind.SILENCE])
+def test_a_failure_under_intense_load_has_both(kind: Kind) -> None:
+    under = Scenario(kind, device=2, after=100, loaded=True)
+    load = devices(samples(Scenario(Kind.INTENSE_LOAD, after=0), "n", 99.0, 0.0, 5.0))
+    assert devices(samples(under, "n", 99.0, 0.0, 5.0)) == load
+    load = devices(samples(Scenario(Kind.INTENSE_LOAD, after=0), "n", 200.0, 99.0, 5.0))
+    found = samples(under, "n", 200.0, 99.0, 5.0)
+    pairs = list(zip(devices(found), load, strict=True))
+    assert [one.index for one, other in pairs if one != other] == [2] * (kind is not Kind.SILENCE)
+    assert sum(isinstance(one, XidEvent) for one in found) == (kind is Kind.XID)
+    assert simulation.silent(under, 200.0) == (kind is Kind.SILENCE)
 
 
 @given(st.sampled_from(Kind), ELAPSED, st.integers(0, 9))

@@ -43,6 +43,9 @@ class Kind(str, Enum):
     INTENSE_LOAD = "intense-load"  # all devices at their power limit
 
 
+_FAILURES = [kind.value for kind in Kind if kind not in (Kind.HEALTHY, Kind.INTENSE_LOAD)]
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A scenario and its parameters.
@@ -54,6 +57,7 @@ class Scenario:
         after: seconds from the start until it happens.
         xid: number of the error.
         seed: of the noise.
+        loaded: all devices are at their power limit from the start, whatever happens to one.
     """
 
     kind: Kind
@@ -62,10 +66,13 @@ class Scenario:
     after: float = 60.0
     xid: int = 79
     seed: int = 0
+    loaded: bool = False
 
 
 def parse(text: str) -> Scenario:
     """Return the scenario that a text like ``xid,device=3,after=20,xid=79`` describes.
+
+    ``intense-load,xid`` is a failure under intense load, which lasts from the start.
 
     Raises:
         ValueError: says what is unknown, or out of range.
@@ -74,7 +81,12 @@ def parse(text: str) -> Scenario:
     known = [kind.value for kind in Kind]
     if name not in known:
         raise ValueError(f"scenario {name!r} is unknown; known are {', '.join(known)}")
-    names = [spec.name for spec in fields(Scenario) if spec.name != "kind"]
+    loaded = name == Kind.INTENSE_LOAD.value and bool(settings) and "=" not in settings[0]
+    if loaded:
+        name, *settings = settings
+        if name not in _FAILURES:
+            raise ValueError(f"{name!r} is no failure; those under intense load are {', '.join(_FAILURES)}")
+    names = [spec.name for spec in fields(Scenario) if spec.name not in ("kind", "loaded")]
     values: dict[str, float] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -84,7 +96,7 @@ def parse(text: str) -> Scenario:
             values[key] = float(value) if key == "after" else int(value)
         except ValueError:
             raise ValueError(f"{key}={value!r} is no number") from None
-    scenario = Scenario(Kind(name), **values)  # type: ignore[arg-type]  # as the fields say
+    scenario = Scenario(Kind(name), loaded=loaded, **values)  # type: ignore[arg-type]  # as the fields say
     if not 0 < scenario.devices <= MOST_DEVICES:
         raise ValueError(f"devices={scenario.devices}: 1 to {MOST_DEVICES} expected")
     if not 0 <= scenario.device < scenario.devices:
@@ -137,7 +149,7 @@ def _device(scenario: Scenario, node: str, index: int, elapsed: float, now: floa
     more_power, more_heat, more_use, more_memory = (
         _noise(scenario.seed, index, elapsed, what) for what in range(4)
     )
-    intense = scenario.kind is Kind.INTENSE_LOAD and since >= 0
+    intense = scenario.loaded or (scenario.kind is Kind.INTENSE_LOAD and since >= 0)
     power = 695.0 if intense else _POWER * (1 + 0.04 * more_power)
     temperature = (71.0 if intense else 55.0) + 0.02 * (power - _POWER) + more_heat
     if kind is Kind.THERMAL_RAMP:

@@ -202,6 +202,7 @@ _KINDS: dict[str, type[Sample]] = {
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _TYPES: dict[str, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,), "str": (str,)}
+_TRUE = {"true": True, "1": True, "false": False, "0": False}
 MOST_PORTS = 64  # of a host
 _LAST_INDEX = 4095  # of a device; a host has at most as many ranks
 _LARGEST = math.nextafter(math.inf, 0.0)
@@ -219,6 +220,53 @@ def to_line(sample: Sample) -> str:
     if isinstance(sample, HostSample):
         values["ports"] = [port.__dict__ for port in sample.ports]
     return json.dumps({"kind": kind_of(sample), **values}, separators=(",", ":"))
+
+
+COLUMNS = (
+    "kind",
+    *dict.fromkeys(spec.name for kind in _KINDS.values() for spec in fields(kind)),
+)  # of a table of samples
+
+
+def to_cells(sample: Sample) -> dict[str, str]:
+    """Return a sample as the cells of a row by their columns; what is None has none."""
+    found = {"kind": kind_of(sample)}
+    for name, value in sample.__dict__.items():
+        if isinstance(sample, HostSample) and name == "ports":
+            found[name] = json.dumps([port.__dict__ for port in sample.ports])
+        elif value is not None:
+            found[name] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def from_cells(row: Mapping[str, str | None]) -> Sample:
+    """Return the sample of a row of a table; without a kind it is of a device. Empty cells are None.
+
+    Raises:
+        ValueError: it is not a sample; says which column has what.
+    """
+    name = row.get("kind") or "device"
+    if name not in _KINDS:
+        raise ValueError(f"kind: one of {', '.join(_KINDS)} expected, {name[:80]!r} found")
+    values: dict[str, Any] = {}
+    for spec in fields(_KINDS[name]):
+        text = row.get(spec.name)
+        if text and spec.name == "ports":
+            try:
+                values["ports"] = json.loads(text)
+            except RecursionError as error:
+                raise ValueError("ports: nested too deeply") from error
+        elif text or (text is not None and spec.type == "str"):
+            values[spec.name] = _converted(str(spec.type).partition(" | ")[0], text)
+    return from_fields(_KINDS[name], values)
+
+
+def _converted(kind: str, text: str) -> object:
+    if kind == "bool":
+        return _TRUE.get(text.lower(), text)
+    if kind == "str":
+        return text
+    return int(text) if kind == "int" else float(text)
 
 
 def from_line(text: str | bytes) -> Sample:

@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import UsageError
-from outlast.health.agent.telemetry.recorded import Recorded, read
-from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, XidEvent, to_line
+from outlast.health.agent.telemetry.recorded import Recorded, is_table, read, write
+from outlast.health.policy import weighted
+from outlast.health.policy.telemetry import (
+    DeviceSample,
+    HostSample,
+    Notice,
+    Port,
+    Sample,
+    Silence,
+    XidEvent,
+    to_line,
+)
 from tests.support.launching import until
 
 SAMPLES = (
@@ -37,6 +47,56 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.csv", "SAMPLES.CSV"])
+def test_what_was_written_is_read(tmp_path: Path, name: str) -> None:
+    port = Port("mlx5_0/1", True, 3)
+    samples = [
+        *SAMPLES,
+        XidEvent(101.0, "", "", -1, 43, 'a, "text"\nof two lines'),
+        HostSample(102.0, "old", (port, Port("eth0")), memory_total=2**41, load=0.25),
+        Silence(103.0, "old", 7.5, "NVML: device 0, power"),
+        Notice(104.0, "old", ""),
+        DeviceSample(105.0, "old", 1, power=1e-9, ecc_corrected=2**63, remap_pending=True),
+    ]
+    path = tmp_path / name
+    with path.open("w", newline="") as file:
+        assert write(samples, file, is_table(path)) == len(samples)
+    assert list(read(path)) == samples
+
+
+METRICS = f"{','.join(weighted.METRICS)}\n"
+ROW = "2026-01-02T03:04:05+00:00,1,H100,550.1,71.5,400,95,50,40960,81920,{errors},0.1\n"
+
+
+@pytest.mark.parametrize(
+    "time", ["2026-01-02T03:04:05+00:00", "2026-01-02 03:04:05", "2026/01/02 03:04:05.000", ""]
+)
+def test_the_table_of_the_weighted_score_is_read(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "gpu_metrics.csv"
+    path.write_text(METRICS + ROW.format(errors=0).replace("2026-01-02T03:04:05+00:00", time))
+    if not time:
+        with pytest.raises(UsageError, match="line 2"):
+            list(read(path))
+        return
+    assert list(read(path)) == [
+        DeviceSample(
+            *(1767323045.0, "", 1, "", "H100"),
+            temperature=71.5,
+            power=400.0,
+            utilization=0.95,
+            memory_used=40 << 30,
+            memory_total=80 << 30,
+            ecc_uncorrected=0,
+        )
+    ]
+
+
+def test_its_errors_are_those_that_come(tmp_path: Path) -> None:
+    path = tmp_path / "gpu_metrics.csv"
+    path.write_text(METRICS + "".join(ROW.format(errors=one) for one in (2, 2, 3, 1, 2, "")))
+    assert [one.ecc_uncorrected for one in read(path) if isinstance(one, DeviceSample)] == [2, 2, 3, 3, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
@@ -47,6 +107,13 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         ("a.csv", "time,node,index,remap_failed\n1,a,0,maybe\n", "remap_failed: a bool expected"),
         ("a.csv", "time,index\n1,0\n", "node: a str expected, nothing found"),
         ("a.jsonl", "\udcff", "cannot be read"),
+        ("a.csv", "", "expected those of gpu_metrics.csv"),
+        ("a.csv", ",".join(weighted.DETAILED) + "\n", "expected those of gpu_metrics.csv"),
+        ("a.csv", "kind,time,node,index\nfire,1,a,0\n", "line 2: kind: one of device, xid"),
+        ("a.csv", "kind,time,node,ports\nhost,1,a," + 5000 * "[" + "\n", "line 2: "),
+        ("a.csv", METRICS + ROW.format(errors="inf"), "line 2: errors: a number expected"),
+        ("a.csv", METRICS + ROW.format(errors=0).replace(",1,", ",one,", 1), "line 2: "),
+        ("a.csv", METRICS + ROW.format(errors=0).replace("40960", "1e308"), "line 2: memory_used: "),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, name: str, text: str, problem: str) -> None:

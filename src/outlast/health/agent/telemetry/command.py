@@ -16,7 +16,7 @@ from outlast.health.agent.telemetry.collector import CollectorSettings
 from outlast.health.agent.telemetry.display import Shown
 from outlast.health.agent.telemetry.process import CollectorProcess
 from outlast.health.agent.telemetry.watching import chosen
-from outlast.health.policy.options import HealthOptions, source_problem
+from outlast.health.policy.options import REPLAY, HealthOptions, source_problem
 
 _STARTING = 6  # times the timeout of a call, for the driver's first one
 _SETTLED = 0.3  # seconds without a sample, after which a reading is taken for complete
@@ -52,7 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     try:
-        return _watch(collector, given.interval) if given.watch else _once(collector, options.call_timeout)
+        shown = Shown(of_file=source.startswith(REPLAY))
+        if given.watch:
+            return _watch(collector, shown, given.interval)
+        return _once(collector, shown, options.call_timeout)
     finally:
         collector.close()
 
@@ -95,8 +98,7 @@ def _seconds(text: str) -> float:
     return found
 
 
-def _once(collector: CollectorProcess, timeout: float) -> int:
-    shown = Shown()
+def _once(collector: CollectorProcess, shown: Shown, timeout: float) -> int:
     deadline = time.monotonic() + (_STARTING + 2) * timeout
     settled = math.inf
     while (now := time.monotonic()) < min(deadline, settled):
@@ -109,8 +111,8 @@ def _once(collector: CollectorProcess, timeout: float) -> int:
     return ExitCode.OK
 
 
-def _watch(collector: CollectorProcess, interval: float) -> int:
-    shown, clear = Shown(), sys.stdout.isatty()
+def _watch(collector: CollectorProcess, shown: Shown, interval: float) -> int:
+    clear = sys.stdout.isatty()
     printed = 0.0
     while True:
         now = time.monotonic()

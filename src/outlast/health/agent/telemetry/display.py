@@ -34,8 +34,13 @@ _RECOVERY = {1: "reset", 2: "reboot", 3: "drain P2P", 4: "drain and reset", 5: "
 
 @dataclass
 class Shown:
-    """What is shown: the newest sample of each device and of the host, and the newest events."""
+    """What is shown: the newest sample of each device and of the host, and the newest events.
 
+    Args:
+        of_file: a file is replayed, which may have samples of one kind only.
+    """
+
+    of_file: bool = False
     devices: dict[str, DeviceSample] = field(default_factory=dict)
     host: HostSample | None = None
     silences: dict[str, Silence] = field(default_factory=dict)
@@ -67,7 +72,9 @@ class Shown:
 
     @property
     def complete(self) -> bool:
-        """Whether the host, and the devices or why there are none, are known."""
+        """Whether the host, and the devices or why there are none, are known; of a file, anything."""
+        if self.of_file:
+            return bool(self.devices or self.host or self.silences or self.xids or self.notices)
         told = self.devices or self.silences or any("no GPU" in one.text for one in self.notices)
         return self.host is not None and bool(told)
 

@@ -5,25 +5,38 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from outlast.errors import UsageError
-from outlast.health.policy.telemetry import DeviceSample, Notice, Sample, from_fields, from_line
+from outlast.health.policy import weighted
+from outlast.health.policy.telemetry import (
+    COLUMNS,
+    Notice,
+    Sample,
+    from_cells,
+    from_line,
+    to_cells,
+    to_line,
+)
 
 _BYTES = 1 << 30
 _LINE = 1 << 16
-_TRUE = {"true": True, "True": True, "1": True, "false": False, "False": False, "0": False}
+
+
+def is_table(path: Path) -> bool:
+    """Say whether a file is a table, by its name."""
+    return path.suffix.lower() == ".csv"
 
 
 def read(path: Path) -> Iterator[Sample]:
     """Yield the samples of a file.
 
     Args:
-        path: JSON lines as ``outlast chaos telemetry --replay-file`` writes them, or, by the suffix .csv, a
-            table with the names of :class:`DeviceSample` as its columns; an empty cell is None.
+        path: JSON lines, or, by the suffix .csv, a table: gpu_metrics.csv, or samples with the names of their
+            fields as columns, which are of devices where there is no column ``kind``.
 
     Raises:
         UsageError: the file cannot be read, or a line is no sample; says which.
@@ -32,7 +45,7 @@ def read(path: Path) -> Iterator[Sample]:
         if path.stat().st_size > _BYTES or not path.is_file():
             raise UsageError(f"{path}: a file of up to {_BYTES >> 30} GiB expected")
         with path.open(encoding="utf-8", newline="") as file:
-            rows = _table(file) if path.suffix == ".csv" else _lines(file)
+            rows = _table(file) if is_table(path) else _lines(file)
             for number, make in rows:
                 try:
                     yield make()
@@ -52,25 +65,32 @@ def _lines(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
 
 def _table(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     table = csv.DictReader(iter(lambda: file.readline(_LINE), ""))
+    names = table.fieldnames or ()
+    make: Callable[[Mapping[str, str | None]], Sample] = from_cells
+    if set(weighted.METRICS) <= set(names):
+        make = weighted.FromMetrics().sample
+    elif "time" not in names:
+        raise UsageError(
+            f"{getattr(file, 'name', 'the table')}: found the columns {', '.join(names)[:200]!r}, expected"
+            f" those of gpu_metrics.csv ({', '.join(weighted.METRICS)}), or of samples (at least time, node,"
+            " index)"
+        )
     for row in table:
-        yield table.line_num, lambda row=row: _device(row)
+        yield table.line_num, lambda row=row: make(row)
 
 
-def _device(row: Mapping[str, str | None]) -> Sample:
-    """Return the sample of a row of texts."""
-    values: dict[str, Any] = {}
-    for spec in fields(DeviceSample):
-        if text := row.get(spec.name):
-            values[spec.name] = _converted(str(spec.type).partition(" | ")[0], text)
-    return from_fields(DeviceSample, values)
-
-
-def _converted(kind: str, text: str) -> object:
-    if kind == "bool":
-        return _TRUE.get(text, text)
-    if kind == "str":
-        return text
-    return int(text) if kind == "int" else float(text)
+def write(samples: Iterable[Sample], file: TextIO, table: bool) -> int:
+    """Write samples for :func:`read`, as a table or as lines of JSON, and return how many."""
+    count = 0
+    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n") if table else None
+    if rows is not None:
+        rows.writeheader()
+    for count, sample in enumerate(samples, 1):  # noqa: B007 - it is returned
+        if rows is not None:
+            rows.writerow(to_cells(sample))
+        else:
+            file.write(to_line(sample) + "\n")
+    return count
 
 
 class Recorded:
