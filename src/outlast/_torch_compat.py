@@ -370,6 +370,16 @@ def persistent_buffers(module: Module) -> list[tuple[dict[str, Tensor | None], s
     ]
 
 
+def fleeting_buffers(module: Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that a module's state does not have, by name."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, one in module.named_modules()
+        for name in one._non_persistent_buffers_set
+        if (buffer := one._buffers.get(name)) is not None
+    ]
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others of the same forms, in few kernels where torch can."""
     import torch

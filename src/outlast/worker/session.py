@@ -45,6 +45,7 @@ from outlast.worker import bootstrap, foreign_loops, trainings
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
 from outlast.worker.underway import GRADIENTS, Underway
+from outlast.worker.unsaved import Unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +180,7 @@ class Session:
         self._step_began = 0.0
         self._place = _Place.BETWEEN
         self._underway = Underway({})
+        self._unsaved: Unsaved | None = None
         self._asked_in = -1  # the step within which the script has asked for a save; -1: none is owed
         self._owed = ""  # why, where ranks do not vote
 
@@ -311,6 +313,9 @@ class Session:
         else:
             cleanup.loaded()
         self._page.mark("loaded")
+        if self._context.rank == 0:
+            self._unsaved = Unsaved(self._state)
+            self._unsaved.restored({} if found is None else found.flags)
         told = (self._context, self._reporting.record, self._listener)
         self._after = AfterStep(self._checkpointer, *told, self._guard is not None, self._opening.seal)
         self._after.compare(self._state, self._context, self._reporting.record)
@@ -433,6 +438,8 @@ class Session:
         self._steps_here += 1
         self._training.completed = self._completed
         self._underway.step_ended()
+        if self._unsaved is not None:
+            self._unsaved.step_ended()
         page.heartbeat(self._completed)
         now = self._clock.monotonic()
         if self._step_began:

@@ -229,6 +229,7 @@ def document_of(
         "state": captured.values,
         "kinds": captured.kinds,
         "parameters": captured.parameters,
+        "flags": captured.flags,
         "random": Encoder().encode(captured.random, ("random",)),
         "borrowed": borrowed,
     }

@@ -7,6 +7,7 @@ them without reading the rest. Most of the rest is as it was one step ago, and i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import Any
 
 from outlast.checkpoint.policy.manifest import Identity, Shard, TensorEntry, alike_files, rank_files, some
 from outlast.fields import Damage, DamagedCopy, Fields
+
+_BITS = re.compile("1|[1-9a-f][0-9a-f]*")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class RankFile:
         random: typed JSON of the random states.
         borrowed: the tensors that are in files which all ranks share: number of the file, by key.
         shared: what these files say of themselves, with the borrowed tensors only.
+        flags: of each module, by name; none in what older versions wrote.
     """
 
     shard: Shard
@@ -37,6 +41,7 @@ class RankFile:
     random: Any
     borrowed: dict[str, int] = field(default_factory=dict)
     shared: tuple[Shard, ...] = ()
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -103,7 +108,15 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
             )
     if any(type(kind) is not str for kind in kinds.values()):
         fields.refuse("kinds", "names of types", repr(kinds))
-    return RankFile(shard, values, kinds, parameters, fields.value("random", object), borrowed)
+    flags = fields.mapping("flags") if fields.has("flags") else {}
+    if not all(type(rows) is list and len(rows) == 2 and all(map(_is_row, rows)) for rows in flags.values()):
+        fields.refuse("flags", "two rows of bits for each module", repr(flags))
+    random = fields.value("random", object)
+    return RankFile(shard, values, kinds, parameters, random, borrowed, flags=flags)
+
+
+def _is_row(said: Any) -> bool:
+    return type(said) is str and _BITS.fullmatch(said) is not None
 
 
 def _is_parameter(said: Any) -> bool:

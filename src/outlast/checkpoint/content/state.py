@@ -35,6 +35,7 @@ from outlast.checkpoint.content.codecs import (
     unknown,
     unsupported,
 )
+from outlast.checkpoint.content.flags import Flags, flags_of
 from outlast.checkpoint.content.typed_json import Encoder, Json, Path, form_of
 from outlast.checkpoint.policy.manifest import first_few, in_order, is_dense
 from outlast.errors import CheckpointMismatch, UsageError
@@ -159,6 +160,7 @@ class Captured:
         random: the random states.
         pieces: of which whole the distributed tensors are parts, by key.
         parameters: what each optimizer steps, in its order; see :func:`parameters_of`.
+        flags: of each module.
     """
 
     values: dict[str, Json]
@@ -168,6 +170,7 @@ class Captured:
     random: dict[str, Any]
     pieces: dict[str, Piece] = field(default_factory=dict)
     parameters: dict[str, list[list[Any]]] = field(default_factory=dict)
+    flags: Flags = field(default_factory=dict)
 
 
 @dataclass
@@ -284,7 +287,7 @@ def capture(state: Mapping[str, object]) -> Captured:
     found = take_apart({name: live.content(name) for name in live}, kinds_of(state))
     for name, holder in live.items():
         _require_writable(name, holder, live.content(name))
-    return replace(found, parameters=parameters_of(state))
+    return replace(found, parameters=parameters_of(state), flags=flags_of(state))
 
 
 def _require_writable(name: str, holder: object, content: Any) -> None:

@@ -82,6 +82,7 @@ class Received:
         cursor: the data cursor.
         nbytes: what is read.
         note: what is not as it was saved; empty: nothing.
+        flags: of this rank's modules when they were saved; none in another world.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
         fill: reads the tensors from an open copy, given the live objects, which stay untouched; returns what
             brings those to the live objects that wait for all ranks, None where all have been read. Raises
@@ -96,6 +97,7 @@ class Received:
     nbytes: int
     note: str
     left: tuple[str, ...]
+    flags: dict[str, list[str]]
     fill: Callable[[CopyFolder, Mapping[str, object]], InPlaceLoad | None]
 
 
@@ -192,6 +194,7 @@ def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank:
         nbytes=sum(shard.nbytes for shard in rank_file.shards),
         note="",
         left=(),
+        flags=rank_file.flags,
         fill=fill,
     )
 
@@ -418,6 +421,7 @@ class _Plan:
             nbytes=sum(target.octets.numel() for target in targets.values()),
             note=note,
             left=tuple(sorted(self._left - targets.keys())),
+            flags=world.files[rank].flags if self._same_ranks else {},
             fill=lambda folder, _: self._fill(folder, moves, targets),
         )
 

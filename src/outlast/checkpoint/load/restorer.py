@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
@@ -51,6 +51,7 @@ class Restored:
         nbytes: of the tensors of all ranks.
         seconds: from the call to the last tensor.
         tier: where it was read; several, joined by "+", where ranks have read different ones.
+        flags: of this rank's modules when they were saved.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Restored:
     nbytes: int
     seconds: float
     tier: str = ""
+    flags: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 class _Attempt:
@@ -80,6 +82,7 @@ class _Attempt:
         self._received: Received | None = None
         self._landing: InPlaceLoad | None = None
         self.cursor: Any = None  # the data cursor of the copy, once it is applied
+        self.flags: dict[str, list[str]] = {}  # and its flags
 
     def examine(self) -> dict[str, Any]:
         """Read and verify this rank's part and compare it with the live objects.
@@ -138,6 +141,7 @@ class _Attempt:
         assert received is not None, "examine() came first on every rank"
         landing, note = self._landing, received.note
         self._received, self._landing, self.cursor = None, None, received.cursor
+        self.flags = received.flags
         if landing is not None:
             landing.land()
         try:
@@ -392,7 +396,8 @@ class Restorer:
         for rank, report in enumerate(applied.reports):
             if report.data["note"]:
                 around.record(Note, reason=f"rank {rank}: {report.data['note']}")
-        return Restored(plan.step, plan.name, attempt.cursor, nbytes, seconds, "+".join(tiers))
+        about = (nbytes, seconds, "+".join(tiers), attempt.flags)
+        return Restored(plan.step, plan.name, attempt.cursor, *about)
 
     def _note_sources(self, plan: LoadPlan, examined: Agreed) -> None:
         """Drop damaged copies in memory for which another tier's was loaded, and say so."""
