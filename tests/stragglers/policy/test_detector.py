@@ -74,6 +74,17 @@ def test_microseconds_of_an_empty_section_are_not_told() -> None:
     assert not Fleet(4, whole=whole, noise=0.3, slow=slow(1, 3.0, "empty")).watch(60)
 
 
+@pytest.mark.parametrize("peers_take", [0.0, 1e-5])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+@pytest.mark.parametrize("seconds", [0.002_46, 0.004, 0.02])
+def test_milliseconds_where_the_peers_take_none(ranks: int, seconds: float, peers_take: float) -> None:
+    """No ratio tells there, so a rank must lose 5 ms of a step; one peer without a time says nothing."""
+    whole = {"forward": 0.02, "log": seconds}
+    told = Fleet(ranks, whole=whole, slow=lambda rank, _, name: rank == 0 or name != "log" or peers_take)
+    found = seconds >= 0.02 and (ranks > 2 or peers_take > 0)
+    assert named(told.watch(60)) == ({(0, "log")} if found else set())
+
+
 def test_a_stage_with_more_work_is_no_straggler() -> None:
     fleet = Fleet(32, stages=(1.0, 1.0, 1.0, 2.0))
     assert not fleet.watch(40)

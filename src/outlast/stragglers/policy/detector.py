@@ -265,14 +265,21 @@ class Straggling:
         return bounds
 
     def _reached(self, cell: Cell, peers: Peers, bounds: Sequence[float]) -> dict[int, int]:
-        """Return the ranks that are slow in this window, with how many of the levels they reach."""
-        limits, usual = self._limits, cell.usual
-        least = max(limits.seconds * self._steps * self._spans, limits.share * peers.duration)
+        """Return the ranks that are slow in this window, with how many of the levels they reach.
+
+        Nobody is in a section for which the only peer has no time: it does not do the same there.
+        """
+        limits, usual, steps = self._limits, cell.usual, self._steps * self._spans
+        if cell.section != ARRIVAL and not usual and len(cell.busy) == 2:
+            return {}
+        least = max(limits.seconds * steps, limits.share * peers.duration)
+        unmeasured = max(limits.unmeasured * steps, least)
         return {
             rank: sum(busy > bound for bound in bounds)
             for rank, busy in cell.busy.items()
             if busy > bounds[-1]
-            and (busy - usual) * cell.count(rank) >= least
+            and (busy - usual) * (count := cell.count(rank))
+            >= (least if usual * count >= limits.seconds * steps else unmeasured)
             and (cell.section != ARRIVAL or peers.is_shown(rank, least))
         }
 
@@ -329,6 +336,11 @@ class Straggling:
         if not track.on:
             what = f"in '{one.section}' " if one.section else ""
             reason = f"{where} is {what}as fast as {peers} again, within {standing.ratio - 1:.0%}"
+        elif one.section and not one.usual:
+            reason = (
+                f"{where} takes {one.busy:.3g} s in '{one.section}', where {peers} take no measurable time, "
+                f"in {seen}, for {now - track.since:.0f} s"
+            )
         elif one.section:
             reason = (
                 f"{where} takes {standing.ratio:.2f} times as long as {peers} in '{one.section}' "

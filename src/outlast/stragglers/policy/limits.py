@@ -14,6 +14,8 @@ class Limits:
     Args:
         ratio: to its peers from which a window counts as slow; machines of one model differ by 1 to 2 %.
         seconds: a step that it must cost at least; clocks and schedulers add microseconds to milliseconds.
+        unmeasured: seconds of a step that it must cost where its peers take less than ``seconds``: no ratio
+            tells there, and a disturbance of one rank takes some milliseconds.
         share: of the step that it must cost at least; nothing is worth doing below.
         deviations: robust standard deviations between a rank and its peers in a slow window, by level; a
             normally distributed time exceeds them once in 740 and once in 15 windows. The lower level finds
@@ -34,6 +36,7 @@ class Limits:
 
     ratio: float = 1.05
     seconds: float = 0.001
+    unmeasured: float = 0.005
     share: float = 0.01
     deviations: tuple[float, ...] = (3.0, 1.5)
     first: tuple[float, ...] = (0.01, 0.1)
