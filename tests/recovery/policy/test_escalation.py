@@ -357,8 +357,9 @@ def test_a_launch_that_begins_without_a_restart_says_so() -> None:
         escalation.answer(unknown, BARE, 0.0)
     assert escalation.shortage(0.0) == (
         "earlier launches of this run have used 2 of 2 restarts (--max-restarts) for error (RuntimeError:"
-        " boom) before an optimizer step was seen, so a fault within 10 min of training gets no restart;"
-        " to begin anew, give another --run-dir"
+        " boom) before an optimizer step was seen, so a fault before the script reports its first step or"
+        " checkpoint (where it reports neither, within 10 min of training) gets no restart; to begin anew,"
+        " give another --run-dir"
     )
     escalation.committed(1)
     escalation.answer(crash(7), BARE, 1.0)
@@ -371,8 +372,9 @@ def test_a_launch_that_begins_without_a_restart_says_so() -> None:
     for step in (8, 9):
         escalation.answer(crash(step), BARE, 2 * DAY)
     assert escalation.shortage(2 * DAY).endswith(
-        " for crash (signal 9) at step 7, crash (signal 9) at step 8, so a fault before a newer checkpoint"
-        " gets no restart; to begin anew, give another --run-dir"
+        " for crash (signal 9) at step 7, crash (signal 9) at step 8, so a fault before there is a"
+        " checkpoint after step 1 (where it reports neither, within 10 min of training) gets no restart;"
+        " to begin anew, give another --run-dir"
     )
 
 

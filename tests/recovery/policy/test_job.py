@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -388,6 +389,39 @@ def test_a_script_that_gets_going_after_a_start_that_failed_has_made_progress() 
     again(decider, -1)
     decider.handle(StepsDone(3, began=1), 0.0)
     assert again(decider, 4).kind is RecoveryAction.RESTART_IN_JOB
+
+
+@pytest.mark.parametrize("before", [-1, 20])
+@pytest.mark.parametrize(
+    ("event", "trained", "refills"),
+    [
+        (None, 0.0, lambda _: False),
+        (None, 601.0, lambda _: True),
+        (StepsDone(3, counted=True), 0.0, lambda _: False),
+        (StepsDone(3, began=1), 0.0, lambda before: before < 0),
+        (StepsDone(23, began=21), 0.0, lambda before: before < 20),
+        (StepsDone(24, began=22), 0.0, lambda _: True),
+        (OwnCheckpoint(5), 0.0, lambda before: before < 5),
+        (CommitSeen(25, name(25)), 0.0, lambda _: True),
+    ],
+)
+def test_what_a_launch_without_a_restart_is_told_holds(
+    before: int, event: Event | None, trained: float, refills: Callable[[int], bool]
+) -> None:
+    """The script of the next launch may be another one, which reports what the one before did not."""
+    first, heir = job(FaultToleranceOptions(max_restarts=1)), job(FaultToleranceOptions(max_restarts=1))
+    if before >= 0:
+        first.handle(OwnCheckpoint(before), 0.0)
+    counted(first, -1)
+    heir.restore(first.state())
+    told = heir.shortage(1.0)
+    assert str(before) in told if before >= 0 else "first step" in told
+    assert "10 min" in told
+    if event is not None:
+        heir.handle(event, 1.0)
+    assert bool(heir.shortage(2.0)) == (trained > 0 or not refills(before))
+    found = only(heir.handle(replace(fault(heir.generation, 3), counted=event is None, trained=trained), 3.0))
+    assert (found.kind is RecoveryAction.RESTART_IN_JOB) == refills(before)
 
 
 def test_optimizer_steps_of_a_process_cannot_be_compared_though_steps_are_known() -> None:

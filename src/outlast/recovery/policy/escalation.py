@@ -229,9 +229,11 @@ class Escalation:
         fast, slow = self._config.max_restarts, self._config.restarts_per_day
         today = sum(now - at < DAY for at in spent.times)
         if 0 < fast <= spent.fast:
-            counted = bool(faults) and faults[-1].counted
             used = f"{fast} of {fast} restarts (--max-restarts)"
-            when = f"within {_LONG} of training" if counted else "before a newer checkpoint"
+            newer = "the script reports its first step or checkpoint"
+            if self._newest >= 0:
+                newer = f"there is a checkpoint after step {self._newest}"
+            when = f"before {newer} (where it reports neither, within {_LONG} of training)"
         elif 0 < slow <= today:
             used, when = f"{slow} of {slow} restarts in 24 h (--ft-max-restarts-per-day)", "now"
         else:
