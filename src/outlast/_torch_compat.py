@@ -207,6 +207,14 @@ def forks_lack_cuda() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def batches_taken() -> list[int]:
+    """Return, of each iterator of a DataLoader that is alive, how many batches were taken from it."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    found = (one for one in gc.get_objects() if issubclass(type(one), _BaseDataLoaderIter))
+    return [one._num_yielded for one in found if hasattr(one, "_num_yielded")]
+
+
 def takes_plainly(module: Module) -> bool:
     """Say whether a module and all in it give and take their states as torch's own do, without hooks."""
     methods = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")

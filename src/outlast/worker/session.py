@@ -42,6 +42,7 @@ from outlast.ports import Stateful
 from outlast.preemption import worker as preemption_worker
 from outlast.stragglers.policy.rows import LAST_MICRO_STEP, MICRO_STEP
 from outlast.worker import bootstrap, foreign_loops, trainings
+from outlast.worker.loaders import Loaders
 from outlast.worker.opening import Opening
 from outlast.worker.reporting import Reporting
 from outlast.worker.underway import GRADIENTS, Underway
@@ -181,6 +182,7 @@ class Session:
         self._place = _Place.BETWEEN
         self._underway = Underway({})
         self._unsaved: Unsaved | None = None
+        self._loaders: Loaders | None = None  # of a run that was resumed, until its first step
         self._asked_in = -1  # the step within which the script has asked for a save; -1: none is owed
         self._owed = ""  # why, where ranks do not vote
 
@@ -312,6 +314,7 @@ class Session:
             self._saved_step = -1
         else:
             cleanup.loaded()
+            self._loaders = Loaders(self._state.values())
         self._page.mark("loaded")
         if self._context.rank == 0:
             self._unsaved = Unsaved(self._state)
@@ -351,6 +354,9 @@ class Session:
             return
         self._total = total
         self._reporting.planned(total, self._clock)
+        loaders, self._loaders = self._loaders, None
+        if loaders is not None:
+            loaders.begin()
         while self._completed < total:
             with self._begin_step():
                 self._place = _Place.WITHIN
