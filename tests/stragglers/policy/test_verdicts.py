@@ -217,7 +217,7 @@ def test_four_ranks_tell_their_spread_once_their_windows_are_known_to_be_indepen
     assert told == [
         f"5: on 3 forward | n0 compute x1.364 share 1 chance {chance:.3g} job x1.5 windows 1 | rank 3 on n0"
         " takes 1.36 times as long as its 3 peers in 'forward' (1.5 s, they 1.1 s) in 1 of the latest 1"
-        " 1 window, for 0 s"
+        " window, for 0 s"
     ]
 
 
