@@ -290,8 +290,9 @@ class Agent:
         self._show_the_rest()
         if trouble := self._torchelastic.over(ending, self._number):
             self.note(trouble)
-        if ending.exit_code:
-            self._console.say(f"ended with exit code {ending.exit_code}: {self._journal.outcome(ending)}")
+        outcome = self._journal.outcome(self._watch.slowest_step(), ending)
+        if ending.exit_code or outcome != ending.reason:
+            self._console.say(f"ended with exit code {ending.exit_code}: {outcome}")
             self._show_the_rest()
         if self._screen.dropped:
             self._journal.note(

@@ -322,12 +322,15 @@ class Journal:
         """Write something worth keeping."""
         self._record(events.Note, reason=reason)
 
-    def outcome(self, ending: Ending) -> str:
-        """Return why the run ended; with what was saved after that was decided, unless all is done."""
-        step = -1 if self._saved_since is None or not ending.exit_code else self._saved_since
-        return ending.reason + (f"; step {step} was saved since" if step >= 0 else "")
+    def outcome(self, step: int, ending: Ending) -> str:
+        """Return why the run ended; with what was saved after that was decided, or a step before the last."""
+        total = self._fold.now().total
+        if not ending.exit_code and 0 <= step < total:
+            return f"{ending.reason}, after step {step} of {total}"
+        saved = -1 if self._saved_since is None or not ending.exit_code else self._saved_since
+        return ending.reason + (f"; step {saved} was saved since" if saved >= 0 else "")
 
     def ended(self, step: int, ending: Ending) -> None:
         """Write how the run ended."""
-        reason = self.outcome(ending)
+        reason = self.outcome(step, ending)
         self._record(events.RunEnded, step=step, exit_code=ending.exit_code, reason=reason)

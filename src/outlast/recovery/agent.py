@@ -150,13 +150,19 @@ class Ends:
         end = next(one for one in self._ends if one.rank == verdict.rank)
         starved = end.exit_code == -signal.SIGKILL and control_groups.oom_kills() > self._oom_kills
         reason = _reason(end) + (": killed by the kernel (out of memory)" if starved else "")
+        if verdict.waiting:
+            reason += f" ({verdict.reason})"
+        left = sorted(one.rank for one in self._ends if not one.exit_code) if self._only_victims else []
+        if left:
+            who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
+            reason = f"{who} exited with status 0 while others went on: {_reason(end)}"
         return Fault(
             kind=_kind(end),
             node=self._node,
-            rank=_culprit(end),
+            rank=left[0] if left else _culprit(end),
             generation=generation,
             step=step,
-            reason=reason if not verdict.waiting else f"{reason} ({verdict.reason})",
+            reason=reason,
             signature=_signature(end),
             exit_code=_status(end),
             evidence=(OOM_KILL,) if starved else (),
