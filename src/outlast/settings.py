@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -539,5 +540,23 @@ def error_file() -> str:
 
 
 def default_run_dir() -> str:
-    """Return the run folder of a script that names none."""
-    return os.path.join("outlast-runs", Path(sys.argv[0]).stem or "interactive")
+    """Return the run folder of a script that names none.
+
+    Raises:
+        UsageError: the script comes from standard input, and nothing tells it from others.
+    """
+    program = sys.argv[0]
+    if program == "-":
+        raise UsageError(
+            "outlast.start: the script comes from standard input, so no name tells its run from others: name"
+            ' the run folder, outlast.start("my-run")'
+        )
+    if program == "-c":
+        code = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # with the interpreter's options
+        return os.path.join("outlast-runs", name_of_code("\0".join(code)))
+    return os.path.join("outlast-runs", Path(program).stem or "interactive")
+
+
+def name_of_code(code: str) -> str:
+    """Return the name of the run folder of code that stands on the command line."""
+    return f"code-{hashlib.sha256(code.encode(errors='surrogateescape')).hexdigest()[:8]}"

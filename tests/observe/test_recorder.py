@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.observe.policy import codec
-from outlast.observe.recorder import CUT, LINE_BYTES, Recorder, fit, read
+from outlast.observe.recorder import CUT, LINE_BYTES, Recorder, fit, latest, read
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
@@ -340,3 +340,26 @@ def test_recording_loads_nothing_that_is_slow() -> None:
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     heavy = {"rich", "pathlib", "logging", "statistics", "asyncio", "socket", "torch", "numpy", "pydantic"}
     assert heavy & set(run.stdout.split()) == set()
+
+
+@given(
+    starts=st.lists(st.integers(0, 40), max_size=4),
+    count=st.integers(0, 41),
+    size=st.integers(0, 400),
+    block=st.integers(1, 3000),
+)
+def test_the_latest_record_of_a_kind_is_found_from_the_end(
+    starts: list[int], count: int, size: int, block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    path.touch()
+    recorder = Recorder(path)
+    for number in range(count):
+        recorder.record(progress(number))
+        if number in starts:
+            recorder.record(RunStarted(1.0, 1.0, number, "r", "n", 1, "b", ("x" * size, str(number)), 1, ""))
+    wanted = max((one for one in starts if one < count), default=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outlast.observe.recorder._BLOCK", block)
+        found = latest(path, RunStarted)
+    assert (None if found is None else found.command[1]) == (None if wanted is None else str(wanted))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from outlast.files import open_regular
 from outlast.observe.policy import codec
@@ -24,7 +24,10 @@ _CUTS = ((1024, 1024), (512, 512), (256, 256), (128, 128), (64, 64), (32, 32), (
 _DURABLE = (ActionTaken, RunEnded, Saved)  # what the next launcher or a person relies on after a power loss
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a pipe, a terminal, some network mounts
 _MOST_LINE_BYTES = 16 << 20  # read at once; what is longer is no line of ours
+_MOST_BEFORE_END = 256 << 20  # of a log, looked at for its latest record of a kind
+_BLOCK = 1 << 20
 _HEAD = b'{"v":'
+_R = TypeVar("_R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,32 @@ def read(path: str | os.PathLike[str]) -> Log:
             elif found is not None:
                 unknown.append(found)
     return Log(tuple(records), tuple(unknown), skipped)
+
+
+def latest(path: str | os.PathLike[str], kind: type[_R]) -> _R | None:
+    """Return the latest record of a kind in a log; None: there is none near its end.
+
+    Other records are not decoded.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+    """
+    name = next(name for name, each in codec.KINDS.items() if each is kind)
+    marked = f'"kind":"{name}"'.encode()
+    with open(open_regular(path, follow=True), "rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        least, rest = max(0, at - _MOST_BEFORE_END), b""
+        while at > least:
+            begin = max(least, at - _BLOCK)
+            file.seek(begin)
+            lines = (file.read(at - begin) + rest).split(b"\n")
+            at, rest = begin, lines[0] if begin else b""
+            for line in reversed(lines[1:] if begin else lines):
+                if marked in line:
+                    found, _ = decode_line(line)
+                    if isinstance(found, kind):
+                        return found
+    return None
 
 
 def decode_line(line: bytes) -> tuple[Record | codec.Unknown | None, bool]:

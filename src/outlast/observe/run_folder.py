@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from outlast._version import VERSION
 from outlast.checkpoint.policy.manifest import is_training, parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
+from outlast.observe.policy.launches import arguments_that_differ, unwrapped
+from outlast.recovery.policy.events import RunStarted
 
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
 WRITER = {"format": FORMAT, "outlast": VERSION}
@@ -240,6 +243,32 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 found += [one.generation for one in recorder.read(log).records]
         return max(one for one in found if one < _MOST_GENERATION)
+
+    def other_launch(self, command: Sequence[str]) -> str:
+        """Return how a launch differs from the one before it, whose checkpoints are here; empty: it does not.
+
+        Args:
+            command: program and arguments of this launch.
+        """
+        before: tuple[str, ...] = ()
+        with contextlib.suppress(OSError):
+            before = getattr(recorder.latest(self.events, RunStarted), "command", ())
+        if not before or not self._copies() or not command:
+            return ""
+        then, now = unwrapped(before), unwrapped(command)
+        if os.path.realpath(then[0]) != os.path.realpath(now[0]):
+            return (
+                f"{self.root} has checkpoints of {then[0]}, and this launch starts {now[0]}: it goes on"
+                " from them if names and shapes fit; another --run-dir begins a new run"
+            )
+        if any(one.endswith(recorder.CUT) for one in before):
+            return ""
+        found = arguments_that_differ(then[1:], now[1:])
+        return found and (
+            f"{self.root} has checkpoints of a launch with other arguments: now {found}; what a checkpoint"
+            " holds, such as the learning rate of an optimizer, comes from there; another --run-dir begins a"
+            " new run"
+        )
 
     def _copies(self) -> list[tuple[int, int]]:
         """Return step and generation of each checkpoint, quarantined ones included."""

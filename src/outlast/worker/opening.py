@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
 from outlast.worker.reporting import Reporting
 
+_LOG = logging.getLogger("outlast")
 _open: weakref.WeakSet[Opening] = weakref.WeakSet()
 
 
@@ -186,6 +189,8 @@ class Opening:
         if self._context.rank == 0:
             try:
                 run_id = self._folder.claim(who=identity())
+                if differs := self._folder.other_launch(sys.argv):
+                    _LOG.warning("%s", differs)
                 answer = f"ok {self._folder.next_generation()} {run_id}"
                 self._make_token()
             except OutlastError as error:

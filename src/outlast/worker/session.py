@@ -317,6 +317,8 @@ class Session:
             self._loaders = Loaders(self._state.values())
         self._page.mark("loaded")
         if self._context.rank == 0:
+            for note in () if found is None else found.notes:
+                _LOG.warning("%s", note)
             self._unsaved = Unsaved(self._state)
             self._unsaved.restored({} if found is None else found.flags)
         told = (self._context, self._reporting.record, self._listener)

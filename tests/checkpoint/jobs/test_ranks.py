@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointMismatch, NoUsableCheckpoint, OutlastError, SaveFailed, UsageError
 from outlast.ipc.exchange import StoreExchange
 from outlast.ports import ExchangeFailed
-from outlast.recovery.policy.events import Record
+from outlast.recovery.policy.events import Note, Record
 from tests.support.jobs import DEADLINE, Job, checkpointer, kinds, save_steps, together
 from tests.support.warm import Warm, start
 
@@ -311,8 +312,12 @@ def test_what_one_rank_saved_two_ranks_load(tmp_path: Path) -> None:
 
     def part(exchange: StoreExchange) -> bytes:
         job = Job(99)
-        restored = checkpointer(tmp_path, exchange=exchange, generation=2).restore(job.state)
+        restored = checkpointer(tmp_path, exchange=exchange, generation=2, records=records).restore(job.state)
         assert restored is not None
+        (note,) = restored.notes
+        assert re.match("saved by 1 rank and loaded by 2 ranks: .*bit for bit", note)
         return job.content()
 
+    records: list[Record] = []
     assert together(2, part) == [content[1]] * 2
+    assert sum("bit for bit" in one.reason for one in records if isinstance(one, Note)) == 1

@@ -111,6 +111,27 @@ class TestTheScript:
     @pytest.mark.parametrize(
         ("words", "name"),
         [
+            (["-m", "cProfile", "-o", "out", "train.py"], "train"),
+            (["-m", "pkg.train", "config.py"], "pkg.train"),
+            (["-m", "coverage", "run", "-m", "pkg.train"], "pkg.train"),
+            (["--no-python", "bash", "tests/run.sh"], "run"),
+            (["--no-python", "/bin/true"], "true"),
+            (["--no-python", "python", "-u", "train.py", "data.py"], "train"),
+        ],
+    )
+    def test_the_script_names_the_folder_not_what_runs_it(self, words: list[str], name: str) -> None:
+        assert parse_run(words, dict(os.environ)).run_dir == f"outlast-runs/{name}"
+
+    def test_code_on_the_command_line_names_its_folder(self) -> None:
+        found = [
+            parse_run(["--no-python", "sh", "-c", f"exit {number}"], dict(os.environ)).run_dir
+            for number in (1, 2, 1)
+        ]
+        assert found[0] == found[2] != found[1]
+
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
             (["--rdzv-id=../../x", "train.py"], "x"),
             (["--rdzv-id=/etc/x", "train.py"], "etc-x"),
             (["--rdzv-id=team/job 1", "train.py"], "team-job 1"),

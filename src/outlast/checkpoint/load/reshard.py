@@ -518,13 +518,14 @@ class _Plan:
         chosen = rank if self._same_ranks else 0
         source = rank_files(chosen, manifest.world_size)[1]
         found = require_random(Decoder(source, {}).decode(saved[chosen]), source)
-        if self._same_ranks or all(states == saved[0] for states in saved):
+        alike = all(states == saved[0] for states in saved)
+        if self._same_ranks or (alike and _same_world(manifest, self._identity)):
             return found, ""
-        states = derived_random(f"{self._commit}:{rank}", found)
+        states = found if alike else derived_random(f"{self._commit}:{rank}", found)
+        drawn = "" if alike else "random states follow from the checkpoint and the rank; "
         return states, (
-            f"saved by {_ranks(manifest)} and loaded by {_ranks(self._identity)}: random states follow from"
-            " the checkpoint and the rank; the run is repeatable, and no longer bit for bit the one that it"
-            " would have been"
+            f"saved by {_ranks(manifest)} and loaded by {_ranks(self._identity)}: {drawn}the run is"
+            " repeatable, and no longer bit for bit the one that it would have been"
         )
 
     def _fill(self, folder: CopyFolder, moves: Sequence[Move], targets: Mapping[str, Target]) -> None:

@@ -52,6 +52,7 @@ class Restored:
         seconds: from the call to the last tensor.
         tier: where it was read; several, joined by "+", where ranks have read different ones.
         flags: of this rank's modules when they were saved.
+        notes: what is not as it was saved, of any rank.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Restored:
     seconds: float
     tier: str = ""
     flags: Mapping[str, list[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class _Attempt:
@@ -393,10 +395,17 @@ class Restorer:
         for one in around.torn:
             if one.missing and one.why:
                 around.record(Note, reason=f"{one.name} is newer and was not loaded: {one.reason}")
+        notes: dict[str, list[int]] = {}
         for rank, report in enumerate(applied.reports):
             if report.data["note"]:
-                around.record(Note, reason=f"rank {rank}: {report.data['note']}")
-        about = (nbytes, seconds, "+".join(tiers), attempt.flags)
+                notes.setdefault(report.data["note"], []).append(rank)
+        lines = tuple(
+            note if len(ranks) == len(applied.reports) else f"rank {some(ranks)}: {note}"
+            for note, ranks in notes.items()
+        )
+        for line in lines:
+            around.record(Note, reason=line)
+        about = (nbytes, seconds, "+".join(tiers), attempt.flags, lines)
         return Restored(plan.step, plan.name, attempt.cursor, *about)
 
     def _note_sources(self, plan: LoadPlan, examined: Agreed) -> None:

@@ -96,7 +96,9 @@ def _claim(options: LaunchOptions) -> tuple[RunFolder, str, tuple[str, ...]]:
     """
     folder = RunFolder(options.run_dir, options.nodes.name if options.nodes.several else "")
     try:
-        return folder, folder.claim(options.run_id, identity()), ()
+        run_id = folder.claim(options.run_id, identity())
+        differs = folder.other_launch((options.script.target, *options.script.args))
+        return folder, run_id, (differs,) if differs else ()
     except RunFolderBusy as error:
         living = lives(folder.holder())
         if living is None and not options.named:
