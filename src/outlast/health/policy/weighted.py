@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime, timezone
 
-from outlast.health.policy.telemetry import DeviceSample, Sample, XidEvent, from_fields
+from outlast.health.policy.telemetry import DeviceSample, Sample, XidEvent
 
 WINDOW = 60  # samples
 INTERVAL = 10.0  # seconds between two samples, there
@@ -41,7 +40,6 @@ WEIGHTS = {
 _RECENT = 5  # samples that are no part of the baseline of the utilisation
 _ENOUGH = 10
 _RISE = 6  # samples
-_LARGEST = float(1 << 63)  # in a cell
 MIB = 1 << 20
 METRICS = (
     *("timestamp", "gpu_id", "gpu_name", "driver_version", "temperature", "power_draw", "gpu_utilization"),
@@ -216,56 +214,3 @@ def _values(sample: DeviceSample) -> list[str]:
         None if total is None else total / MIB,
     )
     return [sample.model, "", *("" if one is None else f"{one:.10g}" for one in numbers)]
-
-
-class FromMetrics:
-    """Makes samples of the rows of gpu_metrics.csv, outlast's own or that project's.
-
-    The rows have the errors within the window; where their number rises, so many uncorrected ECC errors have
-    come. Driver and score are not taken over.
-    """
-
-    def __init__(self) -> None:
-        self._errors: dict[int, tuple[int, int]] = {}  # those within the window, and all
-
-    def sample(self, row: Mapping[str, str | None]) -> DeviceSample:
-        """Return the sample of a row.
-
-        Raises:
-            ValueError: a cell cannot be; says which.
-        """
-        index = int(row.get("gpu_id") or "")
-        busy, used, total = (_cell(row, name) for name in ("gpu_utilization", "memory_used", "memory_total"))
-        errors = int(_cell(row, "errors") or 0)
-        before, all_of_them = self._errors.get(index, (errors, errors))
-        all_of_them += max(0, errors - before)
-        self._errors[index] = (errors, all_of_them)
-        values = {
-            "time": _seconds(row.get("timestamp") or ""),
-            "node": "",
-            "index": index,
-            "model": row.get("gpu_name") or "",
-            "temperature": _cell(row, "temperature"),
-            "power": _cell(row, "power_draw"),
-            "utilization": None if busy is None else busy / 100,
-            "memory_used": None if used is None else round(used * MIB),
-            "memory_total": None if total is None else round(total * MIB),
-            "ecc_uncorrected": all_of_them,
-        }
-        found = from_fields(DeviceSample, values)
-        assert isinstance(found, DeviceSample)
-        return found
-
-
-def _cell(row: Mapping[str, str | None], name: str) -> float | None:
-    text = row.get(name)
-    value = float(text) if text else None
-    if value is not None and not abs(value) < _LARGEST:
-        raise ValueError(f"{name}: a number expected, {text!r:.80} found")
-    return value
-
-
-def _seconds(text: str) -> float:
-    """Return the wall seconds of a time in words; without a zone it is in UTC, as this file is written."""
-    found = datetime.fromisoformat(text.strip().replace("/", "-").replace("Z", "+00:00"))
-    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,9 +15,11 @@ from outlast.errors import UsageError
 from outlast.health.policy import weighted
 from outlast.health.policy.telemetry import (
     COLUMNS,
+    DeviceSample,
     Notice,
     Sample,
     from_cells,
+    from_fields,
     from_line,
     to_cells,
     to_line,
@@ -24,6 +27,7 @@ from outlast.health.policy.telemetry import (
 
 _BYTES = 1 << 30
 _LINE = 1 << 16
+_LARGEST = float(1 << 63)  # in a cell of gpu_metrics.csv
 
 
 def is_table(path: Path) -> bool:
@@ -68,7 +72,7 @@ def _table(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
     names = table.fieldnames or ()
     make: Callable[[Mapping[str, str | None]], Sample] = from_cells
     if set(weighted.METRICS) <= set(names):
-        make = weighted.FromMetrics().sample
+        make = _FromMetrics().sample
     elif "time" not in names:
         raise UsageError(
             f"{getattr(file, 'name', 'the table')}: found the columns {', '.join(names)[:200]!r}, expected"
@@ -138,3 +142,56 @@ class Recorded:
             self._over = True
             found.append(Notice(now, self._node, f"the replay of {self._path} is over"))
         return found
+
+
+class _FromMetrics:
+    """Makes samples of the rows of gpu_metrics.csv, outlast's own or that project's.
+
+    The rows have the errors within the window; where their number rises, so many uncorrected ECC errors have
+    come. Driver and score are not taken over.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[int, tuple[int, int]] = {}  # those within the window, and all
+
+    def sample(self, row: Mapping[str, str | None]) -> DeviceSample:
+        """Return the sample of a row.
+
+        Raises:
+            ValueError: a cell cannot be; says which.
+        """
+        index = int(row.get("gpu_id") or "")
+        busy, used, total = (_cell(row, name) for name in ("gpu_utilization", "memory_used", "memory_total"))
+        errors = int(_cell(row, "errors") or 0)
+        before, all_of_them = self._errors.get(index, (errors, errors))
+        all_of_them += max(0, errors - before)
+        self._errors[index] = (errors, all_of_them)
+        values = {
+            "time": _seconds(row.get("timestamp") or ""),
+            "node": "",
+            "index": index,
+            "model": row.get("gpu_name") or "",
+            "temperature": _cell(row, "temperature"),
+            "power": _cell(row, "power_draw"),
+            "utilization": None if busy is None else busy / 100,
+            "memory_used": None if used is None else round(used * weighted.MIB),
+            "memory_total": None if total is None else round(total * weighted.MIB),
+            "ecc_uncorrected": all_of_them,
+        }
+        found = from_fields(DeviceSample, values)
+        assert isinstance(found, DeviceSample)
+        return found
+
+
+def _cell(row: Mapping[str, str | None], name: str) -> float | None:
+    text = row.get(name)
+    value = float(text) if text else None
+    if value is not None and not abs(value) < _LARGEST:
+        raise ValueError(f"{name}: a number expected, {text!r:.80} found")
+    return value
+
+
+def _seconds(text: str) -> float:
+    """Return the wall seconds of a time in words; without a zone it is in UTC, as this file is written."""
+    found = datetime.fromisoformat(text.strip().replace("/", "-").replace("Z", "+00:00"))
+    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
