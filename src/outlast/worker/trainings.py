@@ -1,7 +1,7 @@
 """The trainings of one process, one after the other: each has checkpoints of its own, or goes on.
 
-A script with several trainings (folds, stages, a sweep) opens a session for each. One that finds the last
-checkpoint of the training before would load it and have nothing left to do.
+A script with several trainings (folds, stages, a sweep) has a session or a Trainer for each. One that finds
+the last checkpoint of the training before would load it and have nothing left to do.
 """
 
 from __future__ import annotations
@@ -18,36 +18,46 @@ from outlast.inprocess.worker.cleanup import when_left
 _earlier: dict[Path, Training] = {}  # the latest of this process, by the folder of its checkpoints
 
 
+_SESSIONS = (
+    'nothing was loaded; give each training of the script a name, outlast.start(name="..."),'
+    ' resume(name="...") or the training_name of an OutlastTrainer: it then has checkpoints of its own, and a'
+    " restart skips the trainings that are complete"
+)
+
+
 class Training:
     """One training of this process.
 
     Args:
         folder: of its checkpoints.
+        who: for errors.
+        cure: what to do about another training with the same folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, who: str = "session.restore", cure: str = _SESSIONS) -> None:
         self._folder = folder
+        self._who = who
+        self._cure = cure
         self._parts: dict[int, weakref.ref[object]] = {}
         self.completed = 0  # steps
 
-    def begin(self, state: Mapping[str, object]) -> None:
+    def begin(self, state: Mapping[str, object], *, loads: bool = True) -> None:
         """Take the place of the training before in the same folder, if it goes on with its objects.
 
         Args:
             state: what is registered.
+            loads: it begins with a checkpoint of that folder.
 
         Raises:
             UsageError: the one before has trained other objects, so its checkpoints are not this one's.
         """
         before = _earlier.get(self._folder)
         parts = {id(one): one for one in _parts_of(state)}
-        if before is not None and before.completed and not before.has(parts):
+        if loads and before is not None and before.completed and not before.has(parts):
             raise UsageError(
-                f"session.restore: an earlier session of this process has completed {before.completed} steps"
+                f"{self._who}: an earlier training of this process has completed {before.completed} steps"
                 f" with other objects, and its checkpoints in {self._folder} would be loaded into these;"
-                ' nothing was loaded; give each training of the script a name, outlast.start(name="..."),'
-                ' resume(name="...") or the training_name of an OutlastTrainer: it then has checkpoints of'
-                " its own, and a restart skips the trainings that are complete"
+                f" {self._cure}"
             )
         self._parts = {at: weakref.ref(one) for at, one in parts.items()}
         _earlier[self._folder] = self

@@ -111,6 +111,17 @@ def test_ranks_with_torchdatas_loader_are_killed_and_see_each_sample_once(tmp_pa
     assert found["-1"] == found["9,10"]
 
 
+def test_another_fit_does_not_begin_with_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "1")
+    with running(Run(tmp_path / "run", "lightning_folds.py", str(tmp_path), options=options)) as run:
+        assert run.finish() == 0, run.console()
+    starts = [path.read_text().splitlines() for path in sorted(run.folder.glob("logs/gen-*/*/stdout.log"))]
+    found = [[line.split()[1:] for line in lines if line.startswith("fit ")] for lines in starts]
+    refused = [["other", "-1", "0", "refused"], ["verified", "-1", "0", "refused"]]
+    assert found[0] == [["first", "0", "8"], ["longer", "8", "4"], *refused]
+    assert found[1] == [["first", "-1", "0"], ["longer", "-1", "0"], *refused, ["own", "8", "4"]]
+
+
 def test_outside_of_the_launcher_nothing_is_attached(tmp_path: Path) -> None:
     before = set(sys.modules)
     assert callbacks() == []

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.state import capture_random, restore_random
@@ -16,6 +18,7 @@ from outlast.integrations.announcing import AnnouncedLoop, require
 from outlast.integrations.collectives import from_all_ranks
 from outlast.integrations.lightning.place import Place
 from outlast.preemption import worker as preemption_worker
+from outlast.worker.trainings import Training
 
 OLDEST = (2, 2)
 _LOG = logging.getLogger("outlast")
@@ -41,6 +44,10 @@ def package() -> str:
 
 
 _Callback: Any = importlib.import_module(f"{package()}.callbacks").Callback
+_OWN_FOLDER = (
+    "the fit ends; give the ModelCheckpoint of each training of the script a dirpath of its own: a restart"
+    " then skips the trainings that are complete"
+)
 _KEY = "outlast"  # of a checkpoint: the places of all ranks in the data
 
 
@@ -60,11 +67,13 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         self._step = 0
         self._place = Place(self._loop.alive)
         self._before_validation: dict[str, Any] | None = None
+        self._trainings: dict[Path, Training] = {}  # the present fit, by the folders of its checkpoints
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - theirs
         """Begin to report at the step that was resumed from."""
         if not self._leads(trainer):
             return
+        self._trainings.clear()
         if self._loop.active:
             self._report(trainer)
         if _keeps_all(trainer):
@@ -97,10 +106,21 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         if self._loop.should_stop:
             self._loop.end()
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
-        """Note the place of this rank in the data, if an OutlastCheckpointIO has kept it."""
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Note the place of this rank in the data, if an OutlastCheckpointIO has kept it.
+
+        Raises:
+            UsageError: it is the last checkpoint of another training of this process.
+        """
+        if not self._leads(trainer) or trainer.state.fn != "fit":
+            return
+        named = Path(os.path.abspath(trainer.ckpt_path))
+        if named.name.startswith("last"):
+            training = Training(Path(os.path.realpath(named.parent)), "OutlastCallback", _OWN_FOLDER)
+            training.begin({"model": pl_module})
+            training.completed = checkpoint["global_step"]
         kept = checkpoint.get(_KEY)
-        if not self._leads(trainer) or kept is None or trainer.state.fn != "fit":
+        if kept is None:
             return
         places = kept.get("places", ())
         if len(places) == trainer.world_size:
@@ -122,13 +142,25 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         """Note that an epoch has begun."""
         self._place.first_batch()
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002 - theirs
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Report a checkpoint of Lightning; not a local one, nor one written while training goes on."""
+        if self._leads(trainer) and trainer.state.fn == "fit":
+            self._note_training(trainer, pl_module)
         if _keeps_all(trainer) and self._leads(trainer) and trainer.state.fn == "fit":
             checkpoint[_KEY] = {"places": from_all_ranks(self._place.state(trainer), "the place in the data")}
         storage = trainer.strategy.checkpoint_io
         if type(storage).__name__ != "AsyncCheckpointIO" and not getattr(storage, "saves_locally", False):
             self._loop.saved(trainer.global_step)
+
+    def _note_training(self, trainer: Any, module: Any) -> None:
+        """Record whose checkpoints are in the folders to which this fit saves."""
+        for keeper in trainer.checkpoint_callbacks:
+            if getattr(keeper, "dirpath", None):
+                folder = Path(os.path.realpath(keeper.dirpath))
+                if folder not in self._trainings:
+                    self._trainings[folder] = Training(folder, "OutlastCallback", _OWN_FOLDER)
+                    self._trainings[folder].begin({"model": module}, loads=False)
+                self._trainings[folder].completed = trainer.global_step
 
     def on_validation_start(self, *_: Any) -> None:
         """Open the section of a validation."""
