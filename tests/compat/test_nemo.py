@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from outlast.errors import UsageError
 
@@ -123,3 +124,21 @@ def test_a_fit_of_at_most_one_batch_has_nothing_left_to_do(
 )
 def test_the_step_is_read_from_a_name(name: str) -> None:
     assert nemo.get_global_step_from_global_checkpoint_path(f"/results/{name}") == 120
+
+
+def test_the_step_is_read_from_a_file_and_through_links(tmp_path: Path) -> None:
+    named, last = tmp_path / "llama--1.90-120-30720", tmp_path / "last.ckpt"
+    (named / "weights").mkdir(parents=True)
+    last.symlink_to(named)
+    assert nemo.get_global_step_from_global_checkpoint_path(last) == 120
+    assert nemo.get_global_step_from_global_checkpoint_path(last / "weights") == 120
+    for step in (0, 7, 300, 70_000, 1 << 40):
+        state = {"global_step": 1, "weight": torch.arange(1 << 16)}
+        torch.save({"epoch": 3, "global_step": step, "state_dict": state}, tmp_path / "kept.ckpt")
+        last.unlink()
+        last.symlink_to("kept.ckpt")
+        assert nemo.get_global_step_from_global_checkpoint_path(last) == step
+    for content in (b"", b"PK", (tmp_path / "kept.ckpt").read_bytes()[:200]):
+        (tmp_path / "kept.ckpt").write_bytes(content)
+        with pytest.raises(UsageError):
+            nemo.get_global_step_from_global_checkpoint_path(last)

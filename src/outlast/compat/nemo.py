@@ -25,6 +25,7 @@ from outlast.compat.straggler_callback import StragglerDetectionCallback, stragg
 from outlast.config import PreemptionOptions
 from outlast.errors import ExitCode, UsageError
 from outlast.integrations.lightning.callback import OutlastCallback, package
+from outlast.integrations.lightning.storage import step_of
 from outlast.preemption import worker as preemption
 
 __all__ = [
@@ -230,17 +231,23 @@ class PreemptionCallback(_Callback):  # type: ignore[misc]
 
 
 def get_global_step_from_global_checkpoint_path(path: str | os.PathLike[str]) -> int:
-    """Return the step in the name of a checkpoint: ``{name}--{val_loss:.2f}-{step}-{consumed_samples}``.
+    """Return the step of a checkpoint, from its name ``{name}--{val_loss:.2f}-{step}-{consumed_samples}``.
+
+    That of a file with another name, such as ``last.ckpt``, is read from it. A link stands for its target.
 
     Args:
         path: of the checkpoint, or of the folder ``weights`` or ``context`` in it.
 
     Raises:
-        UsageError: the name has another form.
+        UsageError: the name has another form, and the path is no checkpoint file of Lightning.
     """
-    folder = Path(os.path.normpath(path))
+    folder = Path(os.path.realpath(path))
     name = folder.parent.name if folder.name in ("weights", "context") else folder.name
     found = re.match(r".*?--[^-]*-(?:[^-=]*=)?(\d+)(?:-|$)", name)
-    if found is None:
-        raise UsageError(f"{path}: expected a name like llama--1.90-120-30720")
-    return int(found[1])
+    step = int(found[1]) if found is not None else step_of(folder)
+    if step is None:
+        raise UsageError(
+            f"{path}: found no step, expected a checkpoint file of Lightning or a name like"
+            " llama--1.90-120-30720"
+        )
+    return step

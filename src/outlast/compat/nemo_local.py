@@ -119,6 +119,7 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
         self._folder = folder
         self._iteration_of = iteration_of
         self._store = OutlastCheckpointIO()
+        self._tried = False
 
     def save_local(self) -> None:
         """Write a local checkpoint on each node; every rank calls it. A full disk is logged."""
@@ -132,8 +133,8 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
             return
         try:
             self._store.save_checkpoint(checkpoint, self._path(trainer.global_step))
-            for path in sorted(self._folder.glob("step=*.ckpt"), key=_written)[:-KEPT]:
-                self._store.remove_checkpoint(path)
+            for step in sorted(self._steps())[:-KEPT]:
+                self._store.remove_checkpoint(self._path(step))
         except (OSError, RuntimeError) as error:
             cause = error if isinstance(error, OSError) else error.__context__  # torch.save hides a full disk
             if not isinstance(cause, OSError):
@@ -148,13 +149,30 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
         store, chosen = self.checkpoint_io, path
         local = self._newest() if self._trainer.state.fn == "fit" else -1
         if local >= 0:
-            named = self._iteration_of(path)
+            named = self._iteration_of(os.path.realpath(path))  # last.ckpt may be a link
             if local >= named:
                 store, chosen = _TorchIO(), self._path(local)
                 text = "local checkpoint of step %d is loaded, since %s is of step %d"
                 _LOG.warning(text, local, path, named)
         found: dict[str, Any] = store.load_checkpoint(chosen, *args, **options)
         return found
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **options: Any) -> None:
+        """Write one of the Trainer's own, and require of the first that its step can be told again.
+
+        Raises:
+            UsageError: it cannot, so no restart could choose between it and a local one.
+        """
+        self.checkpoint_io.save_checkpoint(checkpoint, path, *args, **options)
+        if self._tried or type(self.checkpoint_io).__name__ == "AsyncCheckpointIO":  # it writes later
+            return
+        self._tried = True
+        found = self._iteration_of(os.path.realpath(path))
+        if found != checkpoint["global_step"]:
+            raise UsageError(
+                f"update_trainer_local_checkpoint_io: get_global_ckpt_iteration_fn({str(path)!r}) returned"
+                f" {found!r}, expected {checkpoint['global_step']}, the step that was just saved there"
+            )
 
     def leave_behind(self, step: int) -> None:
         """Rename checkpoints of later steps, which belong to an abandoned attempt; keep the newest two."""

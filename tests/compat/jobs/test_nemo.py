@@ -13,7 +13,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import DEADLINE, SCRIPTS, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 
 pytestmark = needs("lightning")
 SCRIPT = "nemo_trainer.py"
@@ -46,6 +46,19 @@ def test_a_killed_job_goes_on_from_its_local_checkpoint_bit_for_bit(tmp_path: Pa
     assert saved >= {3, 6}, "the Trainer's own"
     assert not saved & {1, 2, 4, 5, 7}, "a local one is lost with its node"
     assert weights(folder) == weights(tmp_path / "quiet")
+
+
+def test_the_documented_example_survives_a_kill(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2")
+    with running(Run(tmp_path / "run", "nemo_documented.py", str(tmp_path), options=options)) as run:
+        assert run.finish() == 0, run.console()
+    assert len(run.records("fault_seen")) == 1
+    for rank in (0, 1):
+        began = [int(line) for line in (tmp_path / f"began-{rank}").read_text().split()]
+        assert len(began) == 2
+        assert began[0] == 0
+        assert began[1] in (5, 6), "a local checkpoint, not the Trainer's of step 4"
+        assert (tmp_path / f"ended-{rank}").read_text() == "10"
 
 
 def test_a_simulated_fault_hits_the_first_start_and_the_end_is_flagged(

@@ -1,6 +1,6 @@
 """Several fits in one script, in one folder of checkpoints and in another; lightning_folds.py FOLDER.
 
-The last fit is killed once. Each prints its name, the step at which it began, and the batches that it trained.
+The last fit is killed once. Each prints its name, the step at which it began, and the number of its batches.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ import importlib
 import json
 import logging
 import os
+import pickle
+import pickletools
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +28,7 @@ from outlast.integrations.lightning.unfinished import remove_stale, written_to
 _LOG = logging.getLogger("outlast")
 _BESIDE = ".digests.json"
 _PART = 1 << 22  # bytes
+_HEAD = 1 << 16  # bytes of a checkpoint's pickle, which begins with the epoch and the step
 _TorchIO: Any = importlib.import_module(f"{package()}.plugins.io").TorchCheckpointIO
 
 
@@ -141,6 +145,25 @@ def is_whole(path: Path) -> bool:
     return path.exists() and _digest(path) in (_known(path) or ())
 
 
+def step_of(path: Path) -> int | None:
+    """Return the ``global_step`` of a checkpoint of Lightning, read without unpickling; None: it has none."""
+    before: list[Any] = ["", ""]  # the values last read
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (one for one in archive.namelist() if one.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                head = file.read(_HEAD)
+        for kind, value, _ in pickletools.genops(head):
+            if kind.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                continue
+            before = [before[1], value]
+            if before[0] == "global_step" and type(value) is int:
+                return value
+    except (OSError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError):
+        return None
+    return None
+
+
 def _agreed(path: Path, any_other: bool) -> Path:
     """Return what rank 0 chooses, on every rank; another one than that which is named if that is allowed.
 
@@ -177,8 +200,7 @@ def _chosen(path: Path, any_other: bool) -> Path:
         )
     aside = path.with_name(f"{path.name}.damaged")
     os.replace(path, aside)
-    others = sorted(path.parent.glob("*.ckpt"), key=lambda one: one.stat().st_mtime, reverse=True)
-    for other in others:
+    for other in sorted(path.parent.glob("*.ckpt"), key=_age, reverse=True):
         if is_whole(other):
             _LOG.warning("%s: damaged, kept as %s; %s is loaded instead", path, aside.name, other.name)
             return other
@@ -186,3 +208,9 @@ def _chosen(path: Path, any_other: bool) -> Path:
         f"{path}: its bytes are not those that were written; it was kept as {aside.name}. No other checkpoint"
         f" in {path.parent} is whole; nothing was loaded"
     )
+
+
+def _age(path: Path) -> tuple[int, float]:
+    """Return what orders checkpoints: the step, and the time where there is none; a copy has other times."""
+    step = step_of(path)
+    return -1 if step is None else step, path.stat().st_mtime
