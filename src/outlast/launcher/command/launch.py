@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from outlast.observe.run_folder import RunFolder
 if TYPE_CHECKING:
     from outlast.health.policy.preflight import Finding
 
+_SHARED = "/dev/shm"
 _LAUNCHES = 1000  # of one script at a time, or folders that such launches have left
 
 
@@ -34,6 +36,7 @@ def launch(options: LaunchOptions) -> int:
         OutlastError: nothing was started.
     """
     open_standard_streams()
+    options = replace(options, caveats=(*options.caveats, *_temporary_files()))
     network.check_master(options)
     warnings: Sequence[Finding] = ()
     if options.nodes.several:
@@ -54,6 +57,27 @@ def launch(options: LaunchOptions) -> int:
             return _supervise(options, folder, run_id, signals, zygotes, warnings)
     finally:
         folder.release()
+
+
+def _temporary_files() -> tuple[str, ...]:
+    """Ensure that there is a folder of temporary files, which torch needs as well; return what to report.
+
+    Raises:
+        RunFolderUnusable: there is none, and shared memory cannot be used in its place.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        if not os.access(_SHARED, os.W_OK | os.X_OK):
+            raise RunFolderUnusable(
+                f"{error.strerror}, and {_SHARED} cannot be written either; nothing was started; name a"
+                " folder with TMPDIR"
+            ) from error
+        settings.export({"TMPDIR": _SHARED})
+        return (
+            f"no folder of temporary files can be written: {_SHARED} is used (TMPDIR), also by the ranks",
+        )
+    return ()
 
 
 def _supervise(
