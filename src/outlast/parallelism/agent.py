@@ -96,9 +96,10 @@ def _model_of_file(name: str) -> ModelLimits:
         raise ConfigError(name, (f"cannot be parsed: {error}",)) from error
     if not isinstance(document, dict):
         raise ConfigError(name, (f"an object is expected, a {type(document).__name__} was found",))
-    if name.endswith(".json"):
-        return model_of_hugging_face(document, name)
-    table = document.get("model", document)
+    table = document if name.endswith(".json") else document.get("model", document)
     if not isinstance(table, dict):
-        raise ConfigError(name, (f"model: a table is expected, {table!r} was found",))
-    return model_of_table(table, name)
+        raise ConfigError(name, (f"model: a table is expected, a {type(table).__name__} was found",))
+    try:
+        return (model_of_hugging_face if name.endswith(".json") else model_of_table)(table, name)
+    except (ValueError, ArithmeticError) as error:  # a number of thousands of digits, or 0 heads
+        raise ConfigError(name, (f"has a number that no model can have: {error}",)) from error

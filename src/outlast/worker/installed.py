@@ -84,7 +84,7 @@ def _projects(folder: str) -> Iterator[str]:
     """Yield the folders of the projects that were installed as editable, from metadata in a folder."""
     for name in _names_in(folder):
         if name.endswith(".dist-info"):
-            with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+            with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
                 told = json.loads(_text(os.path.join(folder, name, "direct_url.json")) or "{}")
                 if told.get("dir_info", {}).get("editable") is True:
                     yield os.path.realpath(unquote(urlsplit(told["url"]).path))

@@ -6,10 +6,8 @@ import base64
 import contextlib
 import copy
 import json
-import resource
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -24,6 +22,7 @@ from outlast.checkpoint.content.typed_json import _DECODERS, Decoder, Encoder, r
 from outlast.checkpoint.policy.manifest import Identity, Manifest, Shard, TensorEntry, rank_files
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
+from tests.support.bounds import bounded_memory
 
 SECONDS = 20.0  # for one value; a decoder that is caught in a loop takes for ever
 ME = Identity("run", 0, 0, 1)
@@ -86,13 +85,8 @@ def changed(tree: Any, dice: st.DataObject, times: int = 2) -> Any:
 @pytest.fixture(autouse=True)
 def bounded() -> Iterator[None]:
     """Refuse memory beyond what a value of these sizes can need, and measure the time."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
-    try:
+    with bounded_memory():
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def decode(tree: Any) -> Any:

@@ -83,9 +83,16 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what :meth:`to_json` wrote."""
-        outcome, reason, data, damage = json.loads(text)
-        return cls(Outcome(outcome), reason, data, Damage(**damage) if damage else None)
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is no report.
+        """
+        try:
+            outcome, reason, data, damage = json.loads(text)
+            return cls(Outcome(outcome), reason, data, Damage(**damage) if damage else None)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"no report of a rank: {text[:80]!r} ({error})") from error
 
 
 @dataclass(frozen=True)

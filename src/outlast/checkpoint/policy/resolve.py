@@ -87,7 +87,10 @@ class Mark:
             return cls(place)
         if len(rest) != 3:
             raise ValueError(f"{text!r} is no mark; expected place|bearing|digest|reason")
-        return cls(place, CopyStatus(rest[0]), rest[1], str(json.loads(rest[2])))
+        try:
+            return cls(place, CopyStatus(rest[0]), rest[1], str(json.loads(rest[2])))
+        except RecursionError:
+            raise ValueError(f"{text[:80]!r} is no mark; its reason is nested too deeply") from None
 
     def covers(self, tier: str, name: str, digest: str) -> bool:
         """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
@@ -238,12 +241,19 @@ def inventory_to_json(copies: Sequence[Copy]) -> str:
 
 
 def inventory_from_json(text: str) -> tuple[Copy, ...]:
-    """Read what :func:`inventory_to_json` wrote."""
+    """Read what :func:`inventory_to_json` wrote.
+
+    Raises:
+        ValueError: it is no inventory.
+    """
     found = []
-    for fields in json.loads(text):
-        damage = fields.pop("damage")
-        state, part = CopyState(fields.pop("state")), tuple(fields.pop("part"))
-        found.append(Copy(**fields, state=state, part=part, damage=Damage(**damage) if damage else None))
+    try:
+        for fields in json.loads(text):
+            damage = fields.pop("damage")
+            state, part = CopyState(fields.pop("state")), tuple(fields.pop("part"))
+            found.append(Copy(**fields, state=state, part=part, damage=Damage(**damage) if damage else None))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no inventory of copies: {text[:80]!r} ({error})") from error
     return tuple(found)
 
 

@@ -78,7 +78,7 @@ class Credentials:
         try:
             found = json.loads(text)
             return cls(str(found["key"]), str(found["host"]), tuple(map(str, found["tls"])))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return cls()
 
     def write(self, path: Path) -> None:

@@ -41,6 +41,7 @@ from outlast.checkpoint.policy.manifest import (
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMORY_PREFIX
+from outlast.fields import whole
 
 STAGED = ".staged"
 _TRAININGS = "trainings"
@@ -297,8 +298,9 @@ class Claims:
         try:
             values = json.loads(text)
             digests = {int(number): tuple(found) for number, found in values["digests"].items()}
-            return cls(values["files"], values["writes"], tuple(values["apart"]), digests)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            files, writes = whole(values["files"], at_least=0), whole(values["writes"], at_least=-1)
+            return cls(files, writes, tuple(map(str, values["apart"])), digests)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise OSError(
                 f"what a rank staged is not as it was left: {text[:80]!r}; it is not used"
             ) from error
@@ -622,7 +624,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def _read(path: Path, kind: type[_Said]) -> _Said | None:
     try:
         found: _Said = _decode(kind, json.loads(files.read_private(path, _SAID_BYTES)))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     return found
 

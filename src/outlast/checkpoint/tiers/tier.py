@@ -209,7 +209,7 @@ class DirectoryTier:
     def _reason(self, path: Path) -> str:
         try:
             return str(json.loads(read_whole(path, _REASON_BYTES))["reason"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "its reason cannot be read"
 
     def _entries(self, folder: Path) -> list[str]:

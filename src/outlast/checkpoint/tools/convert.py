@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import struct
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,7 +99,6 @@ def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) 
 _SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
 _WRAPPED = "module."  # what DDP puts before every name
 _REST = "rest"
-_UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, struct.error)
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message about what it did not unpickle
 
 
@@ -302,7 +300,9 @@ def import_torch_save(
             f"{source} holds pickled objects, which may run any code when they are loaded: {named[1]};"
             " nothing was written; allow their classes if you trust the file"
         ) from error
-    except _UNREADABLE as error:
+    except OSError:
+        raise
+    except Exception as error:  # what torch and safetensors raise for a file of another form
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{source} cannot be read as a file of torch.save: {what}; nothing was written"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
@@ -96,27 +97,38 @@ def read_dcp(source: Path, leave_out: Sequence[str]) -> tuple[dict[str, Any], li
         OSError: the file system refused.
     """
     reader, planner = _Reader(source), _Planner()
-    try:
+    with _understood(source):
         metadata = reader.read_metadata()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise CheckpointError(f"{source}/{_METADATA} cannot be read: {error}; nothing was written") from error
-    flat: dict[str, Any] = {
-        key: torch.empty(each.size, dtype=each.properties.dtype)
-        if isinstance(each, TensorStorageMetadata)
-        else None
-        for key, each in metadata.state_dict_metadata.items()
-        if not any(key == out or key.startswith(f"{out}.") for out in leave_out)
-    }
+        flat: dict[str, Any] = {
+            key: torch.empty(each.size, dtype=each.properties.dtype)
+            if isinstance(each, TensorStorageMetadata)
+            else None
+            for key, each in metadata.state_dict_metadata.items()
+            if not any(key == out or key.startswith(f"{out}.") for out in leave_out)
+        }
     load(flat, storage_reader=reader, planner=planner)
     nested: dict[Any, Any] = {}
-    paths = metadata.planner_data or {}
-    for key, value in flat.items():
-        *above, last = paths.get(key, (key,))
-        place = nested
-        for each in above:
-            place = place.setdefault(each, {})
-        place[last] = value
-    return _with_lists(nested), planner.pickled
+    with _understood(source):
+        paths = metadata.planner_data or {}
+        for key, value in flat.items():
+            *above, last = paths.get(key, (key,))
+            place = nested
+            for each in above:
+                place = place.setdefault(each, {})
+            place[last] = value
+        return _with_lists(nested), planner.pickled
+
+
+@contextmanager
+def _understood(source: Path) -> Iterator[None]:
+    """Turn what metadata of another form raise into a CheckpointError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # a pickle can put anything in the place of anything
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{source}/{_METADATA} cannot be read: {what}; nothing was written") from error
 
 
 def _with_lists(value: Any) -> Any:

@@ -130,7 +130,7 @@ def _parse(said: str, failure: str, seconds: float, limits: Preflight) -> Findin
                 found += policy.torch(str(line["torch"]), float(line["seconds"]))
             else:
                 found += _compute(line, limits)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         failure = failure or f"printed something else than a report ({type(error).__name__}: {error})"
     if not imported:
         where = f" in {doing}" if doing != "torch" else ""

@@ -52,7 +52,7 @@ def listing_of(line: bytes) -> Listing:
     try:
         found = json.loads(line)["listing"]
         return Listing(int(found["number"]), tuple(map(int, found["pids"])), str(found["problem"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"a listing of processes expected, {line[:80]!r} found") from error
 
 

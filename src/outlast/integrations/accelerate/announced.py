@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outlast.errors import NoUsableCheckpoint
+from outlast.fields import whole
+from outlast.files import read_text
 from outlast.integrations.announcing import AnnouncedLoop, SaveState, require
 
 OLDEST = (1, 0)
 _FILE = "outlast_step.json"
+_MOST_BYTES = 1 << 12
 
 
 def announce(accelerator: Any, optimizer: Any) -> AnnouncedLoop:
@@ -65,4 +69,10 @@ class _Steps:
     def load(self, models: Any, folder: str) -> None:  # noqa: ARG002 - accelerate's
         path = Path(folder) / _FILE
         if path.exists():
-            self._count = int(json.loads(path.read_text())["step"])
+            try:
+                self._count = whole(json.loads(read_text(path, _MOST_BYTES))["step"], at_least=0)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise NoUsableCheckpoint(
+                    f"{path}: an object with the number of completed steps expected, found {error}; nothing"
+                    " was loaded; load another checkpoint"
+                ) from error

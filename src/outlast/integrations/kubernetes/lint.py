@@ -74,12 +74,12 @@ def restart_policy(job: Workload) -> Iterator[Finding]:
 def shared_memory(job: Workload) -> Iterator[Finding]:
     """The memory tier and the data loaders have 64 MiB."""
     volumes = {
-        mapping(one).get("name"): (index, mapping(one).get("emptyDir"))
+        str(mapping(one).get("name")): (index, mapping(one).get("emptyDir"))
         for index, one in enumerate(sequence(job.pod.get("volumes")))
     }
     for path, container in job.containers:
         mount = next((one for one in _mounts(container) if one.get("mountPath") == "/dev/shm"), None)
-        index, volume = volumes.get(mount.get("name"), (0, None)) if mount else (0, None)
+        index, volume = volumes.get(str(mount.get("name")), (0, None)) if mount else (0, None)
         if not isinstance(volume, Mapping) or volume.get("medium") != "Memory":
             because = "/dev/shm has 64 MiB: states cannot be staged, and data loaders end with SIGBUS"
             fix = "an emptyDir with medium: Memory and a sizeLimit, mounted at /dev/shm"
@@ -159,11 +159,11 @@ def shell(job: Workload) -> Iterator[Finding]:
 
 def run_folder(job: Workload) -> Iterator[Finding]:
     """The checkpoints are deleted with the pod."""
-    kept = {
+    kept = [
         mapping(one).get("name")
         for one in sequence(job.pod.get("volumes"))
         if not {"emptyDir", "configMap", "secret", "downwardAPI", "projected"} & set(mapping(one))
-    }
+    ]
     for path, container in job.containers:
         words = " ".join(words_of(container))
         found = re.search(r"--run[-_]dir[= ](\S+)", words)
@@ -212,12 +212,12 @@ def exit_codes(job: Workload) -> Iterator[Finding]:
         fix = f"podFailurePolicy: FailJob for {', '.join(map(str, FINAL))}; Ignore for DisruptionTarget"
         yield error(line, "no-failure-policy", "no podFailurePolicy", because, fix)
         return
-    final = {
+    final = [
         code
         for one in rules
         if one.get("action") == "FailJob" and mapping(one.get("onExitCodes")).get("operator") == "In"
         for code in sequence(mapping(one.get("onExitCodes")).get("values"))
-    }
+    ]
     missing = [int(code) for code in FINAL if code not in final]
     if missing:
         what = f"exit code {', '.join(map(str, missing))} does not end the job"

@@ -122,7 +122,7 @@ def _submit(options: argparse.Namespace, command: list[str]) -> int:
         with error:
             said = error.read(_MOST_BYTES).decode(errors="replace").strip()
         raise RayUnavailable(f"{url}: refused with {error.code}: {said}; nothing was started") from error
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RayUnavailable(
             f"{url}: {error}; expected the id of a new job; "
             f"ray job list shows whether {submission} was started"

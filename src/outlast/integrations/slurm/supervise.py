@@ -162,7 +162,7 @@ def read_notes(folder: Path) -> list[NodeEnd]:
             note = json.loads(files.read_whole(path, _NOTE_BYTES))
             code = None if note["exit_code"] is None else int(note["exit_code"])
             found.append(NodeEnd(str(note["node"]), code, tuple(map(int, note["signals"]))))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return found
 

@@ -83,7 +83,7 @@ def listing(path: Path) -> dict[str, Any] | None:
         names = [(str(name), int(change)) for name, change in found["names"]]
         changes = [dict(one) for one in found["changes"]]
         places = {str(top): (str(place[0]), place[1], place[2]) for top, place in found["places"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     finally:
         with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ def _unfit(document: Mapping[str, Any], script: str) -> str:
         return f"it was made for another script ({document['script']})"
     for top, (place, size, changed) in document["places"].items():
         try:
-            status = os.stat(place)
+            status = os.stat(str(place))  # a number would be a descriptor
         except OSError:
             return f"{top} is no longer at {place}"
         if (status.st_size, status.st_mtime_ns) != (size, changed):

@@ -55,7 +55,7 @@ class Answering:
         self._socket.send(json.dumps(message).encode())
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have arrived; None: the process has closed the connection."""
+        """Return the answers that have arrived; None: the connection is closed, or others write to it."""
         found: list[dict[str, Any]] = []
         while True:
             try:
@@ -66,7 +66,13 @@ class Answering:
                 return None
             if not message:
                 return found or None
-            found.append(json.loads(message))
+            try:
+                answer = json.loads(message)
+            except (ValueError, RecursionError):
+                return None  # what the script has it import wrote to its connection
+            if not isinstance(answer, dict):
+                return None
+            found.append(answer)
 
     def close(self) -> None:
         """Close the connection; a zygote ends then."""

@@ -274,7 +274,7 @@ class Incident:
         """
         try:
             return cls._of(dict(record))
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"a record of an incident was expected: {type(error).__name__}: {error}"
             ) from error
