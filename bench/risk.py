@@ -1,6 +1,6 @@
 """How well failures are predicted, and what it is worth.
 
-    python bench/risk.py DATA [--only PART]
+    python bench/risk.py [DATA] [--only PART]
 
 DATA is a folder with ``infinitehbd/fault_trace.json`` (InfiniteHBD-Trace, StepFun, SIGCOMM 2025, Apache-2.0)
 or ``fault_trace.json.gz``, and ``acme_cdf`` (distributions of AcmeTrace, CC-BY-4.0). Parts:
@@ -9,7 +9,8 @@ or ``fault_trace.json.gz``, and ``acme_cdf`` (distributions of AcmeTrace, CC-BY-
   AUC, precision and recall at alarm budgets, calibration.
 - ``waste``: the share of time that is lost with and without prediction, for saves of 0.1, 1, 5 and 30 s.
 - ``acme``: alarms of the weighted score and of ours on healthy samples drawn from Acme's distributions.
-- ``overhead``: the table of Megatron_GpuFailureRecoveryMechanism by model size and gap, and ours beside it.
+- ``overhead``: the table of Megatron_GpuFailureRecoveryMechanism by model size and gap, and ours beside it;
+  it reads no DATA.
 
 Prints JSON lines. One process, less than a minute.
 """
@@ -336,9 +337,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", type=Path)
+    parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--only", choices=PARTS, action="append")
     given = parser.parse_args()
+    if given.data is None and given.only != ["overhead"]:
+        parser.error("DATA is needed for all parts but overhead")
     for name in given.only or PARTS:
         PARTS[name](given.data)
 

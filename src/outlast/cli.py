@@ -6,9 +6,12 @@ A module is imported when its subcommand needs it: pages of help import nothing 
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from outlast.errors import ExitCode, OutlastError
 
@@ -200,9 +203,40 @@ COMMANDS = {
 }
 
 
+_UNREAD = ExitCode.SIGNAL_BASE + signal.SIGPIPE  # as of a Unix tool that SIGPIPE ends
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one command and return its exit code."""
+    """Carry out one command and return its exit code; it ends quietly when nobody reads what it prints."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _carry_out(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        unread = [one for one in (sys.stdout, sys.stderr) if _is_unread(one)]
+        if not unread:
+            raise
+        for stream in unread:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return _UNREAD
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has met it, and has closed the stream
+            return _UNREAD
+        raise
+    return code
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Say whether a stream is a pipe or socket whose other end is closed."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
+        return False
+
+
+def _carry_out(given: list[str]) -> int:
     name = given[0] if given else "--help"
     if name in ("-h", "--help", "help"):
         sys.stdout.write(USAGE + "\n")

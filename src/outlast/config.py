@@ -73,7 +73,8 @@ class FaultToleranceOptions:
         max_restarts: restarts without progress in between (torchrun; NeMo-Run's default, 3).
         max_restarts_per_day: restarts in any 24 h, with or without progress in between; None: 20, or
             max_restarts where that is more.
-        workers_stop_timeout: seconds from SIGTERM to SIGKILL when the job is stopped (NVRx, 15).
+        workers_stop_timeout: seconds from SIGTERM to SIGKILL of the ranks when the job is stopped (NVRx, 15);
+            the checkpoint writer then has the `timeout` of checkpoints.
         capture_stacks: seconds to collect stacks before a hung rank is killed; 0: none are collected.
         busy_rank_timeout: seconds of silence beyond a timeout that is not fixed, after which a rank counts as
             hung although it computes, if others wait for it in a collective and its stack stays the same.

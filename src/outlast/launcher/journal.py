@@ -28,7 +28,7 @@ from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import CURES, WRITER, RunFolder
 from outlast.recovery.policy import events
 from outlast.recovery.policy.events import Action, Fault, Record, StepSource
-from outlast.recovery.policy.job import JobDecider
+from outlast.recovery.policy.job import JobDecider, with_saved
 from outlast.stragglers.policy.watch import Noticed, RankTimes
 
 _PROGRESS_EVERY = 5.0  # seconds
@@ -328,7 +328,7 @@ class Journal:
         if not ending.exit_code and 0 <= step < total:
             return f"{ending.reason}, after step {step} of {total}"
         saved = -1 if self._saved_since is None or not ending.exit_code else self._saved_since
-        return ending.reason + (f"; step {saved} was saved since" if saved >= 0 else "")
+        return with_saved(ending.reason, saved) if saved >= 0 else ending.reason
 
     def ended(self, step: int, ending: Ending) -> None:
         """Write how the run ended."""

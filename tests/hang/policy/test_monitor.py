@@ -105,7 +105,7 @@ def test_outside_of_sections_the_silence_counts_from_the_last_sign_of_life() -> 
     assert (silent.step, silent.section, silent.place, silent.since) == (5, None, OUT_OF_SECTION, 107.0)
     assert silent.reason == (
         "rank 0: Did not get subsequent heartbeat. Waited 10.00 seconds (timeout 10.00, fixed; "
-        "--ft-rank-heartbeat-timeout=SECONDS sets it)."
+        "--ft-rank-out-of-section-timeout=SECONDS sets it)."
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -362,3 +363,25 @@ def test_what_is_measured_later_takes_a_doubled_limit_back() -> None:
     timeouts.double("step")
     assert timeouts.learn({"step": many(2.0, 2.0, count=200)}) == {"step": 15.0}
     assert timeouts.origin("step") == "learned from 200 samples"
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ({}, False),
+        ({"rank_heartbeat_timeout": 9.0}, False),
+        ({"rank_heartbeat_timeout": 9.0, "rank_section_timeouts": {"step": 5.0}}, False),
+        ({"rank_heartbeat_timeout": 9.0, "rank_out_of_section_timeout": 5.0}, True),
+        ({"rank_out_of_section_timeout": 5.0}, True),
+        ({"rank_section_timeouts": {"step": 5.0}}, True),
+    ],
+)
+def test_the_option_that_is_named_sets_the_limit_outside_of_sections(
+    options: dict[str, Any], apart: bool
+) -> None:
+    before = Timeouts(FaultToleranceOptions(**options))
+    name = before.option(None).partition("=")[0].removeprefix("--ft-").replace("-", "_")
+    assert (name == "rank_out_of_section_timeout") is apart
+    after = Timeouts(FaultToleranceOptions(**{**options, name: 77.0}))
+    assert after.limit(None) == 77.0
+    assert after.option(None) == before.option(None)

@@ -24,3 +24,9 @@ def test_an_option_of_megatrons_comes_with_what_it_is_here(flag: str, hint: str)
     with pytest.raises(UsageError) as caught:
         parse([flag, "train.py"], {})
     assert f"; {hint}" in str(caught.value)
+
+
+def test_all_unknown_options_are_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--foo", "--max-restarts", "2", "--bar=3", "train.py", "--baz"], {})
+    assert [word in str(caught.value) for word in ("--foo", "--bar", "--baz")] == [True, True, False]

@@ -33,7 +33,7 @@ def test_a_job_saves_and_later_ends_when_it_is_asked(tmp_path: Path) -> None:
     assert any(one.startswith("the job saves and ends, as ") for one in notes)
     assert run.records("fault_seen") == []
     (*_, last), (ended,) = run.records("saved"), run.records("run_ended")
-    assert ended["reason"].endswith(f"or later; step {last['step']} was saved since")
+    assert ended["reason"].endswith(f"resume from step {last['step']}")
     assert run.console().rstrip().endswith(f"ended with exit code 143: {ended['reason']}")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from outlast.recovery.policy.job import (
     StepsDone,
     StopRequested,
     WorkerFinished,
+    with_saved,
 )
 
 RICH = FaultToleranceOptions(max_restarts=1000, max_restarts_per_day=1000)
@@ -622,3 +624,13 @@ def test_whatever_happens_a_job_ends_within_its_daily_budget() -> None:
     check()
     wanted = ("restart-in-job newest", "restart-in-job older", "stop newest", "progress")
     assert min(seen[one] for one in wanted) > 0, seen
+
+
+@pytest.mark.parametrize("before", [(), (30,)])
+def test_the_end_names_the_step_that_was_saved_last(before: tuple[int, ...]) -> None:
+    decider = job()
+    committed(decider, *before)
+    reason = only(decider.handle(StopRequested(15), 0.0)).reason
+    told = with_saved(reason, 41)
+    assert [int(one) for one in re.findall(r"step (\d+)", told)] == [41]
+    assert told.startswith(reason.split(";")[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ from outlast.errors import ExitCode, RunFolderUnusable, UsageError
 from outlast.observe.progress import working
 from outlast.observe.run_folder import RunFolder
 
-_BROKEN_PIPE = ExitCode.SIGNAL_BASE + 13
 _OBJECT = "state object; hf takes one (default model), dcp any number (default all)"
 
 
@@ -31,14 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.carry_out
     try:
-        code = command(options)
-        sys.stdout.flush()
+        return command(options)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        raise
     except OSError as error:
         raise RunFolderUnusable(f"{error}; what was done before is said above") from error
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,8 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("name", metavar="NAME")
     show.add_argument("--tensors", action="store_true", help="also what is in the shards")
     check = command("verify", _verify, "read every byte of copies and compare the digests")
-    check.add_argument("names", metavar="NAME", nargs="*")
-    check.add_argument("--all", action="store_true", help="every copy that is not in quarantine")
+    check.add_argument(
+        "names", metavar="NAME", nargs="*", help="default: every copy that is not in quarantine"
+    )
+    check.add_argument("--all", action="store_true", help="the same as no NAME")
     check.add_argument("--quarantine", action="store_true", help="set aside what is damaged")
     for each in (ls, show, check):
         each.add_argument("--json", action="store_true", help="JSON, one object a line and copy")
@@ -154,10 +151,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if options.all == bool(options.names):
+    if options.all and options.names:
         raise UsageError("verify takes either names of copies or --all; nothing was read")
-    target = listing.find(options.run)
-    if options.all:
+    every, target = not options.names, listing.find(options.run)
+    if every:
         chosen = [item for item in listing.items(target) if not item.aside]
     else:
         chosen = listing.pick(target, options.names)
@@ -179,8 +176,8 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
             _say(f"{item.label}: {_verdict(found)}{''.join(more)}")
-    for folder in listing.named_trainings(target) if options.all and not options.json else ():
-        _say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify --all {folder}")
+    for folder in listing.named_trainings(target) if every and not options.json else ():
+        _say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify {folder}")
     return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
 
 

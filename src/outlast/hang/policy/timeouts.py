@@ -181,8 +181,16 @@ class Timeouts:
         if section == INITIAL:
             return "--ft-initial-rank-heartbeat-timeout=SECONDS"
         if section in {None, OUT_OF_SECTION}:
-            return "--ft-rank-heartbeat-timeout=SECONDS"
+            name = "out-of-section" if self._sets_sections_apart() else "heartbeat"
+            return f"--ft-rank-{name}-timeout=SECONDS"
         return f"--ft-rank-section-timeouts={section}:SECONDS"
+
+    def _sets_sections_apart(self) -> bool:
+        """Say whether the limit outside of sections is one of its own, and not that of every silence."""
+        config = self._config
+        if config.rank_out_of_section_timeout is not None or config.rank_heartbeat_timeout is not None:
+            return config.rank_out_of_section_timeout is not None
+        return any(not name.startswith(_OURS) for name in (*self._sections, *self._learned))
 
     def learn(self, observed: Mapping[str, Durations]) -> dict[str, float]:
         """Compute anew what is not fixed; return the limits that changed by more than a tenth.

@@ -200,7 +200,7 @@ def _add_usual(options: _Options) -> None:
     options.timeout(
         "workers_stop_timeout",
         _stop_time,
-        "from SIGTERM to SIGKILL when the job is stopped: seconds, or off; default 15",
+        "from SIGTERM to SIGKILL of the ranks when the job is stopped: seconds, or off; default 15",
     )
     add("-t", "--tee", default=None, help="streams that go to files and to the console; default 3")
     add(
@@ -342,35 +342,38 @@ def parse(argv: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namespa
 
 
 def refuse_unknown(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Refuse an unknown option before the script, with the closest known one; return the script's place.
+    """Refuse unknown options before the script, each with the closest known one; return the script's place.
 
     Raises:
-        UsageError: names the option.
+        UsageError: names the options.
     """
     known = {option for action in parser._actions for option in action.option_strings}
     takes_value = {
         option for action in parser._actions if action.nargs is None for option in action.option_strings
     }
-    expect_value = False
+    expect_value, script_at, unknown = False, len(argv), []
     for at, word in enumerate(argv):
         if expect_value:
             expect_value = False
             continue
         if not word.startswith("-") or word == "--":
-            return at + (word == "--")
+            script_at = at + (word == "--")
+            break
         if word[:2] in known and word[:2] != "--":
             expect_value = word in takes_value  # "-t3" has its value attached
             continue
         name = word.partition("=")[0]
         if name.replace("_", "-") in _NVRX_ONLY:
-            raise UsageError(f"{name}: known to NVRx, not supported by this version; nothing was started")
+            unknown.append(f"{name}: known to NVRx, not supported by this version")
+            continue
         meant = {name} & known or {one for one in known if name.startswith("--") and one.startswith(name)}
         if not meant:
-            raise UsageError(
-                f"unknown option {name}{_hint(name, known)} (see outlast run --help); nothing was started"
-            )
+            unknown.append(f"unknown option {name}{_hint(name, known)} (see outlast run --help)")
+            continue
         expect_value = meant <= takes_value and "=" not in word
-    return len(argv)
+    if unknown:
+        raise UsageError(f"{'; '.join(unknown)}; nothing was started")
+    return script_at
 
 
 def options_after_script(args: Sequence[str], env: Mapping[str, str]) -> list[str]:

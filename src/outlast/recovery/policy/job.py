@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from outlast.config import FaultToleranceOptions
 
 
+_RERUN = "rerun the same command"
+_NOTHING = "outlast has no checkpoint of this run"
 _PROGRAMS = 16  # digests that are kept
 
 
@@ -414,13 +416,11 @@ class JobDecider:
     def _outlook(self) -> str:
         newest = self._copies.newest_durable()
         if newest >= 0:
-            return f"rerun the same command to resume from step {newest} or later"
+            return f"{_RERUN} to resume from step {newest} or later"
         if self._own >= 0:
             return f"the script announced a checkpoint of its own at step {self._own}"
-        return (
-            "outlast has no checkpoint of this run: the same command starts from step 0, unless the script"
-            " loads a checkpoint of its own"
-        )
+        begins = "the same command starts from step 0, unless the script loads a checkpoint of its own"
+        return f"{_NOTHING}: {begins}"
 
     def _stop(self, exit_code: int, reason: str) -> Action:
         self._move(Move.STOP)
@@ -502,6 +502,15 @@ def _signal(number: int) -> str:
 
 VICTIM_WAITS = 0.3  # seconds; the end of the culprit is known within milliseconds of the error
 HANG_WAITS = 1.0  # nodes detect the same hang within two checks of each other
+
+
+def with_saved(reason: str, step: int) -> str:
+    """Return why a job ended, with the step that was saved after that was decided."""
+    for outlook in (_RERUN, _NOTHING):
+        why, found, _ = reason.partition(f"; {outlook}")
+        if found:
+            return f"{why}; {_RERUN} to resume from step {step}"
+    return f"{reason}; step {step} was saved since"
 
 
 def waits(fault: Fault, ping_timeout: float) -> float:

@@ -125,9 +125,5 @@ def _watch(collector: CollectorProcess, shown: Shown, interval: float) -> int:
 
 
 def _print(shown: Shown) -> None:
-    try:
-        sys.stdout.write("\n".join(shown.lines(os.uname().nodename, time.time())) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(ExitCode.OK) from None
+    sys.stdout.write("\n".join(shown.lines(os.uname().nodename, time.time())) + "\n")
+    sys.stdout.flush()
