@@ -35,7 +35,7 @@ class Training:
     """
 
     def __init__(self, folder: Path, who: str = "session.restore", cure: str = _SESSIONS) -> None:
-        self._folder = folder
+        self.folder = folder
         self._who = who
         self._cure = cure
         self._parts: dict[int, weakref.ref[object]] = {}
@@ -51,17 +51,22 @@ class Training:
         Raises:
             UsageError: the one before has trained other objects, so its checkpoints are not this one's.
         """
-        before = _earlier.get(self._folder)
+        before = _earlier.get(self.folder)
         parts = {id(one): one for one in _parts_of(state)}
         if loads and before is not None and before.completed and not before.has(parts):
             raise UsageError(
                 f"{self._who}: an earlier training of this process has completed {before.completed} steps"
-                f" with other objects, and its checkpoints in {self._folder} would be loaded into these;"
+                f" with other objects, and its checkpoints in {self.folder} would be loaded into these;"
                 f" {self._cure}"
             )
         self._parts = {at: weakref.ref(one) for at, one in parts.items()}
-        _earlier[self._folder] = self
+        _earlier[self.folder] = self
         when_left(_earlier.clear)  # the function begins again, with new objects
+
+    def left(self) -> None:
+        """Let the next training go on from this one, which an exception has ended."""
+        if _earlier.get(self.folder) is self:
+            del _earlier[self.folder]
 
     def has(self, parts: Mapping[int, object]) -> bool:
         """Say whether all of these objects, and one at least, are of this training."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,8 +55,32 @@ def refused(words, kind=OutlastTrainer, resume="outlast", callbacks=(), evaluate
 refused('trainer.train(resume_from_checkpoint="outlast")', Trainer, None, [Restores()])
 refused("__main__.Overrides overrides _save_checkpoint", Mixed)
 refused("ignore_data_skip begins the epoch's data again", ignore_data_skip=True)
-refused("keep_last_n of checkpoint_options", save_total_limit=2)
+
+
+class Keeps(OutlastTrainer):
+    checkpoint_options = outlast.CheckpointOptions(keep_last_n=5)
+
+
+refused("both say how many checkpoints are kept", Keeps, save_total_limit=2)
 refused("save_only_model cannot be resumed from", save_only_model=True)
 data = [{"x": torch.ones(1)}] * 4
 best = {"eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
 refused("load_best_model_at_end", evaluated=data, **best)
+
+
+def kept(limit: int) -> int:
+    """Train seven steps, each saved; return how many checkpoints stay."""
+    options = {"output_dir": "hf", "use_cpu": True, "report_to": "none", "max_steps": 7}
+    args = TrainingArguments(**options, save_steps=1, save_total_limit=limit)
+    trainer = OutlastTrainer(model=Model(), args=args, train_dataset=data * 2)
+    trainer.training_name = f"kept-{limit}"
+    trainer.train(resume_from_checkpoint="outlast")
+    (folder,) = Path().glob(f"outlast-runs/*/checkpoints/{trainer.training_name}")
+    most, end = max(limit, 2), time.monotonic() + 60
+    while len(names := list(folder.glob("step-*"))) > most and time.monotonic() < end:
+        time.sleep(0.05)  # they are removed after the commit
+    return len(names)
+
+
+assert kept(1) == 2
+assert kept(5) == 5

@@ -73,7 +73,8 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         """Begin to report at the step that was resumed from."""
         if not self._leads(trainer):
             return
-        self._trainings.clear()
+        if not trainer.ckpt_path:  # else they began with the load
+            self._trainings.clear()
         if self._loop.active:
             self._report(trainer)
         if _keeps_all(trainer):
@@ -95,7 +96,7 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         Raises:
             SystemExit: the job is given back: exit code 75.
         """
-        if _keeps_all(trainer) and trainer.enable_validation:
+        if _keeps_all(trainer) and _validates_next(trainer):
             self._before_validation = capture_random()  # its loaders draw before its first hook
         if trainer.global_step == self._step:  # gradients are accumulated
             return
@@ -114,11 +115,13 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
         """
         if not self._leads(trainer) or trainer.state.fn != "fit":
             return
+        self._trainings.clear()
         named = Path(os.path.abspath(trainer.ckpt_path))
         if named.name.startswith("last"):
             training = Training(Path(os.path.realpath(named.parent)), "OutlastCallback", _OWN_FOLDER)
             training.begin({"model": pl_module})
             training.completed = checkpoint["global_step"]
+            self._trainings[training.folder] = training
         kept = checkpoint.get(_KEY)
         if kept is None:
             return
@@ -179,15 +182,28 @@ class OutlastCallback(_Callback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any) -> None:
         """End the report."""
+        self._before_validation = None
         self._loop.end()
 
     def on_exception(self, *_: Any) -> None:
-        """End the report: the fit was left."""
+        """End the report: the fit was left, and another may go on from its checkpoints."""
+        for training in self._trainings.values():
+            training.left()
+        self._trainings.clear()
         self._loop.forget()
 
 
 def _keeps_all(trainer: Any) -> bool:
     return getattr(trainer.strategy.checkpoint_io, "keeps_random_states", False)
+
+
+def _validates_next(trainer: Any) -> bool:
+    """Return whether a validation may follow this batch."""
+    fit = trainer.fit_loop
+    timed = getattr(trainer, "_val_check_time_interval", None) is not None  # the clock decides a moment later
+    return bool(trainer.enable_validation) and (
+        timed or bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
+    )
 
 
 def _take_signals_from(trainer: Any) -> None:

@@ -158,9 +158,10 @@ class OutlastTrainerMixin:
     """Makes ``train(resume_from_checkpoint="outlast")`` save and resume through a session.
 
     Name it before the Trainer's class: ``class MyTrainer(OutlastTrainerMixin, Trainer)``. ``save_strategy``
-    and ``save_steps`` say when a checkpoint is due; the session also saves by its own options. What else is
-    given to ``resume_from_checkpoint`` works as without the mixin. Where a script has several trainings, each
-    has a ``training_name`` and checkpoints of its own.
+    and ``save_steps`` say when a checkpoint is due, ``save_total_limit`` how many are kept on disk, at least
+    two; the session also saves by its own options. What else is given to ``resume_from_checkpoint`` works as
+    without the mixin. Where a script has several trainings, each has a ``training_name`` and checkpoints of
+    its own.
 
     Raises:
         UsageError: a class in between overrides the same methods, or an option could not take effect.
@@ -199,7 +200,7 @@ class OutlastTrainerMixin:
     def _saving(self, folder: Path) -> Iterator[None]:
         """Open the session, and restore what the Trainer is about to use."""
         trainer = cast(Any, self)
-        with start(name=self.training_name, checkpoints=self.checkpoint_options) as session:
+        with start(name=self.training_name, checkpoints=_options_of(trainer)) as session:
             fresh = capture_random()
             trainer.create_optimizer_and_scheduler(_steps_of(trainer))
             trainer._created_lr_scheduler = False  # else the Trainer would make another one
@@ -318,6 +319,20 @@ def _done(trainer: Any, found: Path) -> Any:
     return _trainer.TrainOutput(state.global_step, math.nan, {})
 
 
+def _limit_of(trainer: Any) -> int | None:
+    """Return how many checkpoints the Trainer's options keep; None: they do not say."""
+    limit = trainer.args.save_total_limit
+    return None if limit is None or limit < 1 else max(int(limit), 2)  # one may be damaged
+
+
+def _options_of(trainer: Any) -> CheckpointOptions:
+    """Return the options of the session: those of the script, with the Trainer's limit if they have none."""
+    options, limit = trainer.checkpoint_options or CheckpointOptions(), _limit_of(trainer)
+    if limit is None or options.keep_last_n != CheckpointOptions.keep_last_n:
+        return options
+    return dataclasses.replace(options, keep_last_n=limit)
+
+
 def _refuse(trainer: Any) -> None:
     """Raise for what would not be restored, or would have no effect."""
     mro, options = type(trainer).__mro__, trainer.args
@@ -343,8 +358,9 @@ def _refuse(trainer: Any) -> None:
             options.auto_find_batch_size
         ),
         "save_only_model cannot be resumed from; leave it off": options.save_only_model,
-        "save_total_limit has no effect; use keep_last_n of checkpoint_options": (
-            options.save_total_limit is not None
+        f"save_total_limit={_limit_of(trainer)}, and keep_last_n={_options_of(trainer).keep_last_n} of"
+        " checkpoint_options: both say how many checkpoints are kept; give one": (
+            _limit_of(trainer) not in (None, _options_of(trainer).keep_last_n)
         ),
     }
     problems += [text for text, found in wrong.items() if found]
