@@ -21,6 +21,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from outlast.errors import RunFolderUnusable
@@ -106,6 +107,17 @@ def make_folder(folder: AnyPath, private: bool) -> None:
         make_private(folder)
     else:
         os.makedirs(folder, exist_ok=True)
+
+
+def make_below(base: Path, folder: Path) -> None:
+    """Make a folder and those between it and a base, which must be there: it may have been moved away.
+
+    Raises:
+        OSError: the file system refused, or there is no base.
+    """
+    for one in [*reversed([each for each in folder.parents if base in each.parents]), folder]:
+        with suppress(FileExistsError):
+            os.mkdir(one)
 
 
 def require_private(folder: AnyPath) -> None:

@@ -102,7 +102,8 @@ class Agent:
         self._node, self._options = options.nodes.name, options
         self._screen = Screen()
         self._console = Console(self._screen)
-        self._files = FileThread(folder.root)
+        self._files, self._folder = FileThread(folder.root), folder
+        self._moved = [False, False]  # the run folder: as it was found, and as was reported
         self._journal = Journal(folder, self._node, options, run_id, self._files)
         self._runtime = runtime.make()
         self._cleaner = Cleaner(self._runtime, environment.mark())
@@ -436,6 +437,22 @@ class Agent:
 
         if time.monotonic() >= self._looked_at_runtime + _RUNTIME_EVERY:
             self._keep_runtime_folder()
+            self._look_at_run_folder()
+
+    def _look_at_run_folder(self) -> None:
+        """Report that the run folder was moved away, or is back."""
+        moved = self._moved
+        self._files.hand(lambda: moved.__setitem__(0, self._folder.moved()), "run folder", patience=0.0)
+        found, told = moved
+        moved[1] = found
+        if found and not told:
+            most = self._options.config.checkpoints.max_failed_saves
+            self.note(
+                f"run folder {self._folder.root} was moved, renamed or removed while the job runs: nothing"
+                f" can be saved there; put it back; after {most} lost saves in a row the job ends"
+            )
+        elif told and not found:
+            self.note(f"run folder {self._folder.root} is back")
 
     def _keep_runtime_folder(self) -> bool:
         """Make again what a cleaner of temporary files has removed of it; return whether it is there."""

@@ -62,6 +62,7 @@ class RunFolder:
         self.board = self.root / "leader.json"
         self._memory = own / "memory.json"
         self._lock: int | None = None
+        self._place: tuple[int, int] | None = None  # device and inode of the claimed folder
 
     def node_events(self) -> dict[str, Path]:
         """Return the event log of each node, by name; none where the job had one node."""
@@ -106,6 +107,7 @@ class RunFolder:
             ) from error
         self._lock = lock
         try:
+            self._place = _place_of(self.root)
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{who or os.getpid()}\n".encode(), 0)
             self._require_log()
@@ -214,6 +216,15 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def moved(self) -> bool:
+        """Say whether the claimed folder is not at its path any more: renamed, or removed."""
+        try:
+            return self._place is not None and _place_of(self.root) != self._place
+        except FileNotFoundError:
+            return True
+        except OSError:  # an outage is told by those who write
+            return False
 
     def recall(self) -> dict[str, Any] | None:
         """Return the content of ``job_state.json``; None: there is no such file.
@@ -348,6 +359,11 @@ class RunFolder:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _place_of(folder: Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def _line(lock: int) -> str:

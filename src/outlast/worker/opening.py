@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from outlast import _torch_compat, settings
+from outlast import _torch_compat, files, settings
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.replica.handshake import BadToken, Credentials, derive, make_token, read_token
 from outlast.checkpoint.save.rendezvous import Place
@@ -129,6 +129,9 @@ class Opening:
         """Return the checkpointer of this rank."""
         context, run_id = self._context, self._run_id
         identity = Identity(run_id, self._generation, context.rank, context.world_size, self.layout)
+        if self._training:
+            with contextlib.suppress(OSError):  # a save tells why
+                files.make_below(self._folder.root, self._folder.checkpoints)
         tier = DirectoryTier(self._folder.training(self._training), lease=context.lease_path)
         about = (self._options, self._clock, self._reporting.record, self._training)
         found = Checkpointer(tier, identity, exchange, *about)

@@ -160,7 +160,7 @@ class SaveRendezvous:
         return self._around.tier.folder / f"{_PROBE}{session}"
 
     def _leave(self, session: str) -> None:
-        self._around.tier.folder.mkdir(parents=True, exist_ok=True)
+        self._around.tier.make()
         self._probe(session).touch()
 
     def _say(self, nbytes: int) -> dict[str, Any]:

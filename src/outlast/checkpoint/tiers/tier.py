@@ -33,7 +33,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.cluster.lease_file import allowed, wait_for
 from outlast.fields import Damage, DamagedCopy
-from outlast.files import make_folder, read_whole
+from outlast.files import make_folder, make_private, read_whole
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
@@ -237,6 +237,22 @@ class DirectoryTier:
         finally:
             os.close(descriptor)
 
+    def make(self) -> None:
+        """Make the folder; not those above it, where a run may have been moved away meanwhile.
+
+        Raises:
+            OSError: the file system refused, or the folder above it is gone.
+        """
+        if self._private:
+            make_private(self.folder)
+            return
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(self.folder)
+        except FileNotFoundError as error:
+            why = "it was moved, renamed or removed; nothing is written there until it is back"
+            raise FileNotFoundError(error.errno, why, str(self.folder.parent)) from error
+
     def begin(self, name: str, together: str = "") -> str:
         """Make the folder in which a copy is written and return its temporary name.
 
@@ -245,7 +261,7 @@ class DirectoryTier:
             together: a word that all who write parts of it know: each begins, and the folder is the same.
         """
         if not self.folder.is_dir():
-            make_folder(self.folder, self._private)
+            self.make()
             _sync(self.folder.parent)
         temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
         (self.folder / temporary).mkdir(exist_ok=bool(together))

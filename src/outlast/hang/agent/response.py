@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from outlast import files
 from outlast.config import FaultToleranceOptions
 from outlast.hang.agent import evidence as diagnose
 from outlast.hang.agent.monitor import Watch
@@ -161,7 +162,7 @@ class Hangs:
         """Write evidence into the folder of an incident; of several versions only the newest."""
 
         def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.make_below(self._incidents.parent, folder)
             (folder / name).write_text(text)
 
         self._files.hand(write, folder / name)

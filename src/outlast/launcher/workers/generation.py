@@ -327,6 +327,7 @@ class LogFiles:
     def __init__(self, mine: Assignment, around: LaunchContext) -> None:
         self._outcome: list[RunFolderUnusable | None] = []
         self._wanted = tuple(planned_logs(mine, around).values())
+        self._folder = around.folder
         around.files.hand(self._make)
 
     def there(self) -> bool:
@@ -343,7 +344,7 @@ class LogFiles:
     def _make(self) -> None:
         try:
             for one in self._wanted:
-                _make_logs(one)
+                _make_logs(one, self._folder)
         except RunFolderUnusable as error:
             self._outcome.append(error)
         else:
@@ -362,13 +363,18 @@ def _make_log(path: Path) -> None:
         os.close(files.open_regular(path, flags))
 
 
-def _make_logs(destination: logs.Destination) -> None:
+def _make_logs(destination: logs.Destination, run: RunFolder) -> None:
     """Make a rank's log files.
 
     Raises:
-        RunFolderUnusable: there is no room for them.
+        RunFolderUnusable: there is no room for them, or the run folder was moved away.
     """
     folder = destination.folder
+    if run.moved():
+        raise RunFolderUnusable(
+            f"run folder {run.root} was moved, renamed or removed while the job ran; no worker was started;"
+            " put it back and start the same command again, or start it with --run-dir and the new path"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for log in (destination.stdout, destination.stderr):
