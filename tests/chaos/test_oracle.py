@@ -113,7 +113,7 @@ def test_leftovers_are_problems() -> None:
     problems = judge(
         outcome(fault_free()), outcome(fault_free(), leftovers=("process 17 (python train.py)",)), STEPS
     )
-    assert problems == ("left behind: process 17 (python train.py)",)
+    assert problems == ("still there: process 17 (python train.py)",)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.support.launching import until
 
 WITHIN = 100.0
 SLOW = ("torch", "compute", "write", "saving", "timeouts", "bandwidth")
-REHEARSED = ("start", "preemption", "damaged-copy", "crash", "hang", "left-behind")
+REHEARSED = ("start", "preemption", "damaged-copy", "crash", "hang", "leftovers")
 THIS_MACHINE = {"address", "clock", "ptrace"}  # warnings here that say something true: its host name, no NTP
 FAST = [name for name in CURES if name not in (*SLOW, *REHEARSED)]
 

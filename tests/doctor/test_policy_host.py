@@ -36,7 +36,7 @@ ROWS: list[tuple[Diagnosis, bool, str]] = [
     (policy.overcommit(2), False, "vm.overcommit_memory is 2"),
     (policy.driver(8, ())[0], True, "8 GPU(s) without errors"),
     (policy.driver(8, ["GPU 3: lost", "GPU 4: lost"])[1], False, "GPU 4: lost"),
-    (policy.buckets("train.py", ()), True, "train.py: no DDP that rebuilds"),
+    (policy.buckets("train.py", ()), True, "train.py: no DistributedDataParallel that rebuilds its buckets"),
     (policy.buckets("train.py", [3, 9]), False, "train.py: DDP in line 3, 9 rebuilds its buckets"),
     (policy.modules("/code", ()), True, "/code: none has the name of a module that others import"),
     (

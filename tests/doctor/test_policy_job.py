@@ -135,14 +135,14 @@ def test_a_path_of_the_rehearsal_goes_on_or_breaks_or_could_not_be_tried() -> No
         policy.rehearsed("crash", "it went on"),
         policy.broken("crash", "it ended"),
         policy.unrehearsed("crash", "no time"),
-        policy.left_behind(()),
-        policy.left_behind(["pid 7", "/dev/shm/x"]),
+        policy.leftovers(()),
+        policy.leftovers(["pid 7", "/dev/shm/x"]),
     ] == [
         fine("crash", "it went on"),
         Diagnosis("crash", False, "it ended", "the job goes on", cure, Level.ERROR),
         Diagnosis("crash", False, "not rehearsed: no time", "a path that is tried", untried, Level.WARNING),
-        Diagnosis("left-behind", True, "nothing", "nothing", "", Level.WARNING),
+        Diagnosis("leftovers", True, "nothing", "nothing", "", Level.WARNING),
         Diagnosis(
-            "left-behind", False, "pid 7, /dev/shm/x", "nothing", policy.CURES["left-behind"], Level.WARNING
+            "leftovers", False, "pid 7, /dev/shm/x", "nothing", policy.CURES["leftovers"], Level.WARNING
         ),
     ]

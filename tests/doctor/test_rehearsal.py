@@ -49,7 +49,7 @@ def rehearse(folder: Path, text: str, *arguments: str) -> dict[str, policy.Diagn
         Wish(script, arguments, 2, Config(), place), time.monotonic() + WITHIN
     )
     assert list(place.iterdir()) == []
-    assert {one.check for one in found} == {*policy.PATHS, "left-behind"}
+    assert {one.check for one in found} == {*policy.PATHS, "leftovers"}
     assert found[-1].ok, found[-1]
     if found[0].ok:
         assert measured.start > 0

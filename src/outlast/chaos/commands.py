@@ -202,7 +202,7 @@ def _compare(options: argparse.Namespace, folder: Path, console: Console) -> lis
         console.print(
             f"[bold green]✓[/] equal bit for bit: the losses of {options.steps} steps on {len(run.traces)} "
             f"ranks ({run.replayed()} steps were computed again), the {samples} samples, the final weights "
-            f"(sha256 {run.weights[:16]}); no process and no file left behind"
+            f"(sha256 {run.weights[:16]}); no process and no file remains"
         )
     return problems
 

@@ -1,6 +1,6 @@
 """The oracle: whether a run with faults gave the same results as a run without.
 
-It compares what two runs left behind, one without faults and one with a scenario. It knows nothing of how a
+It compares the results of two runs, one without faults and one with a scenario. It knows nothing of how a
 recovery works, and has no tolerance: losses are compared as bits, samples by id, weights by digest. Steps
 that were computed again after a fault must give the same bits each time.
 """
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind.
+    """The results of a run.
 
     Args:
         traces: the steps of each rank in the order in which they were completed, replays included.
@@ -108,7 +108,7 @@ def judge(reference: Outcome, run: Outcome, steps: int) -> tuple[str, ...]:
     problems += _unequal_samples(reference, run)
     if run.weights != reference.weights:
         problems.append(f"final weights: {_short(run.weights)}, without faults {_short(reference.weights)}")
-    problems += [f"left behind: {what}" for what in run.leftovers]
+    problems += [f"still there: {what}" for what in run.leftovers]
     return tuple(problems)
 
 

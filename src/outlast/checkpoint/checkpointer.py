@@ -223,6 +223,6 @@ class Checkpointer:
             left = self._around.tier.sweep()
             if left:
                 self._around.record(
-                    Note, reason=f"left behind by earlier attempts, not removable: {', '.join(left)}"
+                    Note, reason=f"files of earlier attempts cannot be removed: {', '.join(left)}"
                 )
         return restored

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     found += [policy.cured(one) for one in preflight.quick(options, deadline)]
     found += [policy.cured(one) for one in preflight.finish(options, probe, deadline)]
     measured = job.earlier(run_dir)
-    rehearsed = given.rehearse and bool(only & {*policy.PATHS, "left-behind"})
+    rehearsed = given.rehearse and bool(only & {*policy.PATHS, "leftovers"})
     script = given.script if given.train else None
     if rehearsed and script is not None and (held := _held(run_dir)):
         found += [policy.unrehearsed(path, held) for path in policy.PATHS]

@@ -91,7 +91,7 @@ CURES: Mapping[str, str] = {
     "damaged-copy": "keep at least two checkpoints (keep_last_n), and restore through the session",
     "crash": "read the reason; the script has to come to its first step when it is started again",
     "hang": "read the reason; the ranks of this machine could not be stopped or killed",
-    "left-behind": "end the process that is named, and see which part of the script started it",
+    "leftovers": "end the process that is named, and see which part of the script started it",
     "slurm": "correct the line of the batch file as the finding says",
     "kubernetes": "correct the line of the manifest as the finding says",
 }
@@ -298,7 +298,11 @@ def buckets(path: str, lines: Sequence[int]) -> Diagnosis:
     unless find_unused_parameters is set; a model that is built again after a restart sums in another order.
     """
     where = ", ".join(map(str, lines))
-    found = f"{path}: DDP in line {where} rebuilds its buckets" if lines else f"{path}: no DDP that rebuilds"
+    found = (
+        f"{path}: DDP in line {where} rebuilds its buckets"
+        if lines
+        else f"{path}: no DistributedDataParallel that rebuilds its buckets"
+    )
     expected = "fixed buckets; else a resumed run differs in the last bit at 3 ranks or more"
     return judged("ddp", not lines, found, expected)
 
@@ -430,9 +434,9 @@ def unrehearsed(path: str, why: str) -> Diagnosis:
     return Diagnosis(path, False, f"not rehearsed: {why}", "a path that is tried", cure, Level.WARNING)
 
 
-def left_behind(what: Sequence[str]) -> Diagnosis:
+def leftovers(what: Sequence[str]) -> Diagnosis:
     """Judge what outlived the job of the rehearsal, and was ended then."""
-    return judged("left-behind", not what, ", ".join(what) or "nothing", "nothing")
+    return judged("leftovers", not what, ", ".join(what) or "nothing", "nothing")
 
 
 def no_answer(check: str, seconds: float) -> Diagnosis:

@@ -101,7 +101,7 @@ def carry_out(wish: Wish, deadline: float) -> tuple[list[Diagnosis], Measured]:
         job.observer.look()
         left = campaign.leftovers(job.observer, ours, before)
         shutil.rmtree(folder, ignore_errors=True)
-    found.append(policy.left_behind(left))
+    found.append(policy.leftovers(left))
     source = f"the rehearsal of {wish.script or 'the packaged example'}"
     return found, replace(policy.measured(source, job.observer.records), interval=0.0)
 

@@ -43,7 +43,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """What one node left behind.
+    """The records of one node.
 
     Args:
         node: its name.

@@ -426,7 +426,7 @@ class Agent:
         self._family.drop(worker)
 
     def _may_start(self) -> bool:
-        """Return whether workers may start: those before them and what these left behind are gone."""
+        """Return whether workers may start: those before them and their processes are gone."""
         return self._family.at_rest and self._telemetry.memory_is_free() and self._keep_runtime_folder()
 
     def _tend(self) -> None:
@@ -478,7 +478,7 @@ class Agent:
         return True
 
     def _reap(self) -> None:
-        """Reap what has ended, and kill what the workers of past generations have left behind."""
+        """Reap what has ended, and kill the remaining processes of past generations."""
         for one in self._family.tick(self._helpers, self._spawner.pids, self._spawner.owes):
             who = f"rank {one.rank}" if isinstance(one, Worker) else "a process of a past generation"
             self.note(

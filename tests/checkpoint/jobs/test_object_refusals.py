@@ -67,7 +67,7 @@ def test_a_busy_store_is_asked_again_within_bounds(bucket: Bucket) -> None:
     found = str(caught.value).replace(" SlowDown,", "")  # obstore before 0.11 keeps the code to itself
     assert found == (
         f"{place}: put: 503 Service Unavailable, after 3 retries (throttled);"
-        " given up for now, what is committed stays as it is; a later attempt may go through"
+        " this attempt has ended; committed copies are unchanged, and a later attempt may succeed"
     )
 
 

@@ -69,7 +69,8 @@ def test_only_the_rank_that_waits_for_nothing_is_asked_what_it_does() -> None:
     ruling = rule(Case(Verdict(1, "x", (0,)), evidence, 12.0, PATIENCE))
     assert not ruling.convicted
     assert ruling.reason == (
-        "rank 1 waits for storage: a disk or file system is slow: hang timeout extended to 1800 s of silence"
+        "rank 1 waits for storage: a disk or file system is slow: the hang timeout is extended to 1800 s of"
+        " silence"
     )
 
 
@@ -144,7 +145,7 @@ def test_of_many_ranks_that_get_more_time_some_are_named(ranks: int, more: str) 
     reason = rule(Case(Verdict(-1, "cannot tell"), evidence, 12.0, PATIENCE)).reason
     assert reason == (
         f"rank 0 computes; rank 1 computes; rank 2 computes; rank 3 computes{more}: "
-        "hang timeout extended while it does"
+        "the hang timeout is extended while it does"
     )
 
 

@@ -223,13 +223,16 @@ def test_states_that_differ_without_meaning_anything_do_not_name_a_rank() -> Non
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({}, f"rank 4 is the only rank, at {WAITS[-1]}"),
+        ({}, f"rank 4 is silent, and there is no other rank, at {WAITS[-1]}"),
         ({"process_state": "T", "stack": ()}, "rank 4 is stopped (process state T)"),
         (
             {"process_state": "D", "stack": READS},
             "rank 4 is stuck in the kernel (process state D), at data.py:read_batch",
         ),
-        ({"stack": (), "sections": ("a", "b")}, "rank 4 is the only rank, in section 'b'"),
+        (
+            {"stack": (), "sections": ("a", "b")},
+            "rank 4 is silent, and there is no other rank, in section 'b'",
+        ),
     ],
 )
 def test_a_single_rank_is_to_blame(fields: dict[str, Any], reason: str) -> None:

@@ -118,7 +118,7 @@ def test_the_reasons_why_actions_were_passed_over() -> None:
     end = escalation.answer(fault(), none, 0.0)
     assert (end.kind, end.passed) == (
         RecoveryAction.STOP,
-        ("an older checkpoint: there is none", "replace-node: no spare node"),
+        ("loading an older checkpoint: there is none", "replace-node: no spare node"),
     )
     lost = escalation.answer(fault(FaultKind.LOST), none, 0.0)
     assert (lost.kind, lost.passed) == (
@@ -154,7 +154,7 @@ def test_what_is_out_of_the_question_is_not_spoken_of() -> None:
     escalation = Escalation(RICH)
     assert [escalation.answer(fault(), BARE, 0.0).passed for _ in range(2)] == [
         (),
-        ("an older checkpoint: there is none",),
+        ("loading an older checkpoint: there is none",),
     ]
 
 

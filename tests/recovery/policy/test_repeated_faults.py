@@ -94,7 +94,7 @@ def test_a_fault_after_the_end_of_a_complete_run_says_nothing_about_its_checkpoi
     assert (first.kind, first.state) == (RecoveryAction.RESTART_IN_JOB, StateSource.NEWEST)
     assert (end.kind, end.exit_code) == (RecoveryAction.STOP, 93)
     assert end.reason.startswith("the run was complete, and the same fault came back without a step: ")
-    assert end.passed == ("an older checkpoint: the run was complete",)
+    assert end.passed == ("loading an older checkpoint: not needed, since the run was complete",)
     assert not end.speaks
 
 

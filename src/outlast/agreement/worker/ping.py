@@ -4,7 +4,7 @@ Each rank says in the store that it has arrived. The last one to do so writes th
 whose patience ends writes who is. Only the first of these writes counts (``compare_set``), and everybody goes
 by what then stands there, who comes late too: that is why the answer is the same on all.
 
-A collective with a timeout cannot do that: a late rank may still complete what the others have given up,
+A collective with a timeout cannot do that: a late rank may still complete what the others have abandoned,
 so it says yes and they say no, and giving up on NCCL aborts the communicator.
 """
 

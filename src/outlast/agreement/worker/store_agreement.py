@@ -24,7 +24,7 @@ _LOOKS = 4000  # that all ranks together take in a second at most: one process s
 _ROUND_PATIENCE = 1800.0  # torch's own for gloo: training's collectives give up no later
 _SLICE = 1.0  # the longest uninterrupted wait of the main thread: signals are handled in between
 _MOST_DIGITS = 19  # of a step
-_JOIN = 1.0  # seconds for the thread to end: one whose store does not answer is left behind
+_JOIN = 1.0  # seconds for the thread to end: one whose store does not answer goes on
 _GONE = "gone "
 
 

@@ -271,7 +271,7 @@ class Restorer:
         def seen(each: DirectoryTier, name: str) -> Copy:
             found = inspect_for(each, name, rank, world_size)
             while found.state is CopyState.UNREADABLE and time.monotonic() < deadline:
-                time.sleep(_POLL)  # what is passed over now will be left behind by what is saved next
+                time.sleep(_POLL)  # what is passed over now is off the path of what is saved next
                 found = inspect_for(each, name, rank, world_size)
             return replace(found, tier=each.name)
 

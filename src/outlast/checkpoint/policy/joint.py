@@ -260,7 +260,7 @@ class Leader:
         self.answer = _changed(self.answer, round=number, after=after)
 
     def settled(self, complete: Complete, error: str = "") -> None:
-        """Take note of how the commit of a copy went, or that it was given up."""
+        """Record how the commit of a copy ended, or that it was aborted."""
         for key in [key for key in self._written if key[0] == complete.name]:
             del self._written[key]
         if error:

@@ -378,7 +378,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         newer = [one.name for one in suspects if (one.step, one.generation) > places[name]]
         aside = [f"suspects aside ({some(newer)})"] if newer else []
         passed = [one for one in left if name not in left and places[one] > places[name]]
-        aside += [f"those aside that the run has left behind ({some(passed)})"] if passed else []
+        aside += [f"copies that are not on the path of the run aside ({some(passed)})"] if passed else []
         reason = ", ".join((f"{why} of {len(ordered)} copies", *aside))
         plans.append(LoadPlan(name, *places[name], seen[name][0].commit, reason))
     return Resolution((*plans, *suspects), tuple(excluded), refusal)

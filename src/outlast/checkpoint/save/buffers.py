@@ -1,7 +1,7 @@
 """Buffers in the memory folder: files on tmpfs whose pages are there already and are used again.
 
 The first write into a page costs six to ten times a later one, so buffers are made ahead, mapped
-once, and come back through the pool when the copy that they were part of is given up.
+once, and come back through the pool when the copy that they were part of is dropped.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _REGISTERED_WITHIN = 60.0  # seconds: a driver that does not answer holds no sav
 
 
 class Mapping(mmap.mmap):
-    """A file in memory. What is registered of it is given up before it is unmapped."""
+    """A file in memory. Its registration is released before it is unmapped."""
 
     registered: tuple[int, ...] = ()  # addresses of its parts
     _tried = False

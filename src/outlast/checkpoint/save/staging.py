@@ -284,7 +284,7 @@ class Stager:
             changed = next(copying.changed(), "")
             if changed:
                 step = copying.order.step
-                error = f"step {step}: {changed} was changed while it was copied; the save was given up"
+                error = f"step {step}: {changed} was changed while it was copied; the save was aborted"
         except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
         try:

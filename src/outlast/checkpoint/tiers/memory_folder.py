@@ -7,7 +7,7 @@ Folders, each on the same file system, so that a file goes from one to the next 
     staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
 
-A buffer that a rank takes from its pool comes back there when the copy that it became a part of is given up.
+A buffer that a rank takes from its pool comes back there when the copy that it became a part of is dropped.
 Nothing is ever written into a file that has its place in ``memory``.
 
 Beside them: ``members.json``, written by the ranks; ``status.json``, written by the checkpoint writer;

@@ -36,7 +36,7 @@ class Failure(str, Enum):
     FAILED = "failed"
 
 
-_LATER = "given up for now, what is committed stays as it is; a later attempt may go through"
+_LATER = "this attempt has ended; committed copies are unchanged, and a later attempt may succeed"
 _NEXT = {
     Failure.MISSING: "nothing was changed",
     Failure.REFUSED: "not tried again; renew the credentials of this tier, or its permissions",
@@ -44,7 +44,7 @@ _NEXT = {
     Failure.TIMED_OUT: _LATER,
     Failure.UNREACHABLE: _LATER,
     Failure.CONFLICT: "what is there stays as it is, nothing was overwritten",
-    Failure.FAILED: "given up; what is committed stays as it is",
+    Failure.FAILED: "this attempt has ended; committed copies are unchanged",
 }
 
 
@@ -76,7 +76,7 @@ class Limits:
         retries: how often a request is repeated when the store is busy or does not answer.
         retry_for: seconds from the first try, after which none is repeated; S3 and Azure stop
             believing a signed request after some minutes.
-        pace: bytes a second; a transfer that is slower than this is given up.
+        pace: bytes a second; a transfer that is slower than this is aborted.
         part_bytes: size of a part; whole chunks, and at least the 5 MiB that S3 wants.
         parts: how many are on their way at a time.
     """
@@ -90,7 +90,7 @@ class Limits:
     parts: int = 8
 
     def patience(self, nbytes: int) -> float:
-        """Return seconds after which a piece of work that moves so many bytes is given up."""
+        """Return seconds after which a piece of work that moves so many bytes is aborted."""
         return self.retry_for + self.request + nbytes / self.pace
 
 

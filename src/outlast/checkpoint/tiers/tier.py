@@ -1,7 +1,7 @@
 """A folder of copies on a local or shared file system.
 
 A copy is written under a temporary name and gets its own in a single rename, so whatever is
-called ``step-...`` was complete once. Folders that are given up are renamed before they are
+called ``step-...`` was complete once. Folders that are dropped are renamed before they are
 emptied, so a half-emptied one is never taken for a copy. Nothing here follows a symbolic link.
 """
 
@@ -76,7 +76,8 @@ class CopyFolder:
             descriptor = os.open(file, READ_FLAGS, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno in _NOT_THERE:
-                found = "a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno)
+                known = {errno.ELOOP: "a symbolic link", errno.ENOENT: "nothing"}
+                found = known.get(error.errno, os.strerror(error.errno))
                 raise DamagedCopy(Damage(file, "a regular file", found)) from error
             raise
         try:
@@ -194,7 +195,7 @@ class DirectoryTier:
         return found
 
     def remember(self, name: str, reason: dict[str, Any]) -> None:
-        """Leave the reason why a copy of another tier was given up, so that its loss is not forgotten.
+        """Leave the reason why a copy of another tier was dropped, so that its loss is not forgotten.
 
         The first of several ranks that do so leaves it; what is there stays.
 
@@ -374,7 +375,7 @@ class DirectoryTier:
         shutil.rmtree(trash)
 
     def sweep(self, together: str = "") -> list[str]:
-        """Remove what attempts that died left behind, and return the names of what would not go.
+        """Remove the files of attempts that died, and return the names of what would not go.
 
         Args:
             together: see :meth:`begin`; what was begun with this word stays.

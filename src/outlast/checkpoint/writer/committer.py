@@ -326,7 +326,7 @@ class CopyCommitter:
                 if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
                     self._uploads.offer(name, last=True)
             elif record is None and session == self.members.session:
-                self._lost(wish["step"], "it was given up before it was in memory", {0: wish})
+                self._lost(wish["step"], "it was aborted before it was in memory", {0: wish})
             elif record is not None and (name in self._wanted or not record["durable"]):
                 self._stage.amend(self._stage.tier.folder / name, wish)
                 self._wanted[name] = {**record, **wish}
@@ -407,7 +407,7 @@ class CopyCommitter:
             left = self._sweep()
             if left:
                 text = ", ".join(left)
-                self._record(Note, reason=f"left behind by earlier attempts, not removable: {text}")
+                self._record(Note, reason=f"files of earlier attempts cannot be removed: {text}")
         there, names = self._tier.names(), self._stage.tier.names()
         self._unverified = sorted(there, key=place_of)[-1:]
         for name in names:

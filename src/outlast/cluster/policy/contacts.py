@@ -1,8 +1,9 @@
 """How an agent finds the leader of its job, and which of two jobs of one name gives way.
 
 Two jobs learn of each other by a :class:`Beacon`: as a message and, where agents share the run folder, as a
-file in it that the leader writes every second. A file that changes is a job that runs; one that does not was
-left behind. So an agent that starts again, cut off from the others, founds no job while they can write.
+file in it that the leader writes every second. A file that changes is a job that runs; one that does not is
+of a job that has ended. So an agent that starts again, cut off from the others, founds no job while they can
+write.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Hangs:
             told = Seen(generation.number, evidence, ruling.look_in) if spread else None
             return Finding(None, note, ruling.look_in, told)
         watch.convicted(silent)
-        seen = [("stacks", str(folder)), ("basis", verdict.basis)]
+        seen = [("stacks", str(folder)), ("found by", verdict.basis)]
         if verdict.rank not in found or is_waiting(found[verdict.rank].stack):
             seen.append(WAITS)
         if guessed:

@@ -56,8 +56,11 @@ _WAITING_CALLS = (
 )
 _FOR_A_BUFFER = "outlast/checkpoint/save/buffers.py:claim"
 _INNERMOST = 3
-WAITS = ("seen", "waits for others")  # evidence of a hang in which the named rank only waits
-GUESSED = ("timeout", "not fixed by the user")  # evidence of a hang that no timeout of the user's found
+WAITS = ("state", "waits for other ranks")  # evidence of a hang in which the named rank only waits
+GUESSED = (
+    "timeout set by",
+    "outlast, not the user",
+)  # evidence of a hang that no timeout of the user's found
 BY_ORDER = "collective sequence numbers"
 BY_STACKS = "stacks"
 BY_STATE = "process state"
@@ -234,7 +237,10 @@ def blame_for_hang(evidence: Sequence[RankEvidence]) -> Verdict:
             return _blame(causes or guilty, sign, evidence)
     first = evidence[0]
     if len(evidence) == 1:
-        how = next((sign.of(first) for sign in _SIGNS[:2] if sign.shown(first, evidence)), "is the only rank")
+        how = next(
+            (sign.of(first) for sign in _SIGNS[:2] if sign.shown(first, evidence)),
+            "is silent, and there is no other rank",
+        )
         return Verdict(first.rank, f"rank {first.rank} {how}{_where(first)}", basis=BY_STATE)
     states = {one.process_state for one in evidence}
     if len(states) == 1 and first.process_state in _EVERYBODY:
@@ -425,4 +431,4 @@ def _words(spared: Sequence[RankEvidence], allowed: float) -> str:
     does = "; ".join(f"rank {one.rank} {one.doing.value}" for one in some)
     more = f" (and {len(spared) - len(some)} more)" if len(spared) > len(some) else ""
     limit = "while it does" if math.isinf(allowed) else f"to {allowed:.0f} s of silence"
-    return f"{does}{more}: hang timeout extended {limit}"
+    return f"{does}{more}: the hang timeout is extended {limit}"

@@ -72,7 +72,7 @@ class Doing(Enum):
     COLLECTIVE = "waits in a collective"
     COMPUTES = "computes"
     SLEEPS = "sleeps until a timer ends"
-    NOTHING = "is idle, and nothing visible will wake it"
+    NOTHING = "is idle, and waits for nothing that outlast can see"
 
 
 class Call(Enum):

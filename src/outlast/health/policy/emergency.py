@@ -2,7 +2,7 @@
 
 A save costs C seconds of training; a failure within the horizon loses the L seconds of work since the newest
 copy that survives it. So a save is worth it where ``p * L > C``, that is ``p > C / L``: with 5 s and half an
-hour, from 0.3 % on. A node is given up by a hard rule, or where a failure is likelier than not, since a
+hour, from 0.3 % on. A node is drained by a hard rule, or where a failure is likelier than not, since a
 replacement costs a restart.
 
 Of the tiers that survive the failure the cheapest is taken. A copy in the memory of the node survives the
@@ -99,7 +99,7 @@ class Emergency:
     """Decides for one node; one save at a time. A drain is ordered with the save, and carried out after it.
 
     Args:
-        drain_at: probability from which on a node is given up; a hard rule does so in any case.
+        drain_at: probability from which on a node is drained; a hard rule does so in any case.
         filter_: the seed's; None: cost alone decides.
     """
 
@@ -135,7 +135,7 @@ class Emergency:
         return found
 
     def doomed(self, risk: Risk) -> bool:
-        """Return whether the node is to be given up."""
+        """Return whether the node is to be drained."""
         return risk.hard or risk.probability >= self._drain_at
 
     def _refill(self, now: float) -> None:

@@ -92,8 +92,8 @@ class Preflight:
         processes_per_rank: processes and threads for each rank; torch, NCCL and data loaders start dozens.
         clock_tolerance: seconds that a file of the run folder may be in the future; NTP keeps a network
             within a second, but file servers write their own time.
-        device_free: share of a GPU's memory that is free; the driver takes a few percent, a process that
-            was left behind far more.
+        device_free: share of a GPU's memory that is free; the driver takes a few percent, a process
+            of an earlier job far more.
         bandwidth: bytes/s from and to another node, over one connection; 80 % of 1 Gbit/s.
 
     Raises:

@@ -174,7 +174,7 @@ class Nccl:
     name = "nccl"
 
     def abort(self, groups: Sequence[ProcessGroup]) -> Woken:
-        """Abort them; one that has not come back in time is named and left behind."""
+        """Abort them; one that has not come back in time is named and not waited for."""
         errors: dict[str, str] = {}
 
         def one(group: ProcessGroup) -> None:

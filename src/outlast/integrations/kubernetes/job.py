@@ -78,7 +78,7 @@ class Limits:
     """How often Kubernetes may start what ended.
 
     Args:
-        node_restarts: pods that may fail in a row at one place of the job before that is given up.
+        node_restarts: pods that may fail in a row at one place of the job before the place stays empty.
         requeues: new starts of the whole job.
     """
 

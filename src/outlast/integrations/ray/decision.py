@@ -27,7 +27,7 @@ class Terms:
     Args:
         bundles: bundles of the placement group.
         fewest: nodes without which the job cannot run.
-        restarts: failures in a row after which a bundle is given up.
+        restarts: failures in a row after which a bundle is no longer used.
         lead: seconds that agents get to end in.
     """
 
@@ -103,7 +103,7 @@ class _Phase(Enum):
     PLACING = "placing"
     RUNNING = "running"
     DONE = "done"
-    GIVEN_UP = "given up"
+    UNUSED = "no longer used"
 
 
 @dataclass
@@ -189,7 +189,7 @@ class RayJob:
             return
         bundle.failures = 1 if now - bundle.since >= HEALTHY else bundle.failures + 1
         if event.code in OF_ONE_NODE or bundle.failures > self.terms.restarts:
-            bundle.phase = _Phase.GIVEN_UP
+            bundle.phase = _Phase.UNUSED
             return
         bundle.phase = _Phase.WAITING
         lost = event.code is None
@@ -201,7 +201,7 @@ class RayJob:
             return self._end(code, f"bundle {event.bundle}: exit code {code} is final", now)
         if self._count(_Phase.DONE) >= self.terms.fewest:
             return self._end(ExitCode.OK, f"{self._count(_Phase.DONE)} agents finished", now)
-        left = self.terms.bundles - self._count(_Phase.GIVEN_UP)
+        left = self.terms.bundles - self._count(_Phase.UNUSED)
         if left < self.terms.fewest:
             what = f"{left} of {self.terms.bundles} bundles are left, {self.terms.fewest} are needed"
             return self._end(code or ExitCode.FAILED, what, now)

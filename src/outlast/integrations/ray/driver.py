@@ -43,7 +43,7 @@ class ClusterJob:
         gpus, cpus: of each node.
         address: of the cluster; ``auto``: the one that this process is in.
         placement_timeout: seconds to wait for the nodes.
-        restarts: failures in a row after which a node's place is given up.
+        restarts: failures in a row after which a node's place stays empty.
         lead: seconds that agents get to end in.
     """
 

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from outlast.recovery.policy.events import Fault
 
-PATIENCE = 2.0  # seconds without a byte taken, after which a console is given up at the end of a job
+PATIENCE = 2.0  # seconds without a byte taken, after which the end of a job no longer waits for a console
 LOG_ROOM = 1 << 18  # bytes; the rest of a log waits in its file
 MESSAGE_ROOM = 1 << 16  # bytes of the launcher's own words, whatever waits of the logs
 _PIECE = select.PIPE_BUF  # bytes a write: a pipe takes them whole, and progress is seen early

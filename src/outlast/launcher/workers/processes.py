@@ -61,7 +61,7 @@ class Family:
         self._dying: dict[int, Child] = {}
         self._given_up: set[int] = set()
         self._sweeping = False
-        self._until = 0.0  # when what is dying is given up
+        self._until = 0.0  # when the wait for dying processes ends
         self._trackers_until = 0.0
         self._zombies: set[int] = set()
         self._zombies_at = 0.0
@@ -94,7 +94,7 @@ class Family:
             child.kill_tree()
 
     def sweep(self) -> None:
-        """Kill the strays: what the workers have left behind, in whatever process group."""
+        """Kill the strays: processes of ended workers, in whatever process group."""
         self._sweeping = True
         self._until = time.monotonic() + KILL_PATIENCE
 

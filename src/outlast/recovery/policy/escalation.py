@@ -476,7 +476,10 @@ def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> 
     node = move.kind in (RecoveryAction.REPLACE_NODE, RecoveryAction.SHRINK)
     obstacles = (
         (move.chance and repeats >= 2, "already tried"),
-        (move.state is StateSource.OLDER and means.spares_state(fault), "the run was complete"),
+        (
+            move.state is StateSource.OLDER and means.spares_state(fault),
+            "not needed, since the run was complete",
+        ),
         (move.state is StateSource.OLDER and not means.older_exists, "there is none"),
         (
             move.kind is RecoveryAction.RESTART_IN_PROCESS and not means.ranks_can_reenter,
@@ -497,7 +500,7 @@ def _impossible(move: Move, fault: Fault, means: Capabilities, repeats: int) -> 
 def _others(passed: Mapping[Move, str]) -> tuple[str, ...]:
     """Return the skipped moves, each with the reason, without those by ``chance``."""
     return tuple(
-        f"{'an older checkpoint' if move.state is StateSource.OLDER else move.kind.value}: {why}"
+        f"{'loading an older checkpoint' if move.state is StateSource.OLDER else move.kind.value}: {why}"
         for move, why in passed.items()
         if not move.chance
     )
