@@ -129,6 +129,21 @@ class TestTheFile:
         assert "fault_tolerance.rank_section_timeouts.step: found 'long'" in text
         assert "checkpoint: unknown table; did you mean checkpoints?" in text
 
+    @pytest.mark.parametrize(
+        ("table", "key", "here"),
+        [
+            ("train", "shutdown_timeout_sec = 600", "timeout_sec in [preemption]"),
+            ("distributed", "nccl_timeout_sec = 1800", "init_process_group"),
+            ("checkpoint", "keep_last_n = 3", "did you mean checkpoints?"),
+        ],
+    )
+    def test_a_table_of_kempnerforge_is_told_with_its_place_here(
+        self, tmp_path: Path, table: str, key: str, here: str
+    ) -> None:
+        (found,) = problems(tmp_path, f"[{table}]\n{key}\n")
+        assert found.startswith(f"{table}: unknown table; ")
+        assert here in found
+
     def test_values_that_make_no_sense_are_told_with_their_path(self, tmp_path: Path) -> None:
         found = problems(tmp_path, "[fault_tolerance]\nmax_restarts = -1\n[checkpoints]\nkeep_last_n = 1\n")
         assert [line.partition(":")[0] for line in found] == [

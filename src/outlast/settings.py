@@ -197,8 +197,25 @@ def _without_nulls(value: Any) -> Any:
     return {str(name): _without_nulls(one) for name, one in value.items() if one is not None}
 
 
+_OF_KEMPNERFORGE = {  # what its tables with options of resilience are here; "checkpoint" is close to ours
+    "train": (
+        "; in KempnerForge's file it has shutdown_timeout_sec, here timeout_sec in [preemption];"
+        " nccl_health_check_interval is not needed, since a silent rank is found without it; the rest stays"
+        " in that file, for its script"
+    ),
+    "distributed": (
+        "; in KempnerForge's file it has nccl_timeout_sec, which stays there: torch's own"
+        " init_process_group(timeout=...)"
+    ),
+}
+
+
 def _unknown_keys(document: Mapping[str, Any]) -> list[str]:
-    found = [f"{name}: unknown table{_near(name, TABLES)}" for name in document if name not in TABLES]
+    found = [
+        f"{name}: unknown table{_OF_KEMPNERFORGE.get(name) or _near(name, TABLES)}"
+        for name in document
+        if name not in TABLES
+    ]
     for name, kind in TABLES.items():
         table = document.get(name, {})
         if not isinstance(table, dict):
