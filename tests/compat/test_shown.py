@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,12 @@ LINES = (
     "GPU individual performance:",
     "Straggler report processing time:",
 )
+HEALTH = """
+from outlast.compat.kempnerforge import log_health_status, log_job_info
+
+log_health_status()
+log_job_info()
+"""
 SHOWN = """
 from outlast.compat.shown import show
 show(logging.getLogger("a.b"), "the line %d", 1)
@@ -38,16 +45,20 @@ def printed(script: str) -> tuple[str, str]:
         text=True,
         timeout=120,
         check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("sets_up", [False, True])
-def test_the_report_is_shown_once(sets_up: bool) -> None:
+@pytest.mark.parametrize(
+    ("script", "lines"), [(REPORTING, LINES), (HEALTH, ("GPU 0 health:", "Not running under SLURM"))]
+)
+def test_its_lines_are_shown_once(script: str, lines: tuple[str, ...], sets_up: bool) -> None:
     set_up = 'logging.basicConfig(level=logging.INFO, format="own: %(message)s", stream=sys.stdout)\n'
-    out, err = printed((set_up if sets_up else "") + REPORTING)
-    for line in LINES:
+    out, err = printed((set_up if sets_up else "") + script)
+    for line in lines:
         assert (out.count(f"own: {line}"), err.count(line)) == ((1, 0) if sets_up else (0, 1)), (out, err)
 
 

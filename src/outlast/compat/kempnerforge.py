@@ -11,6 +11,7 @@ from outlast._lazy import lazily
 
 if TYPE_CHECKING:
     from outlast.agreement.worker.ping import check_nccl_health
+    from outlast.compat.gpu_health import log_health_status
     from outlast.compat.nan_detector import NaNDetector, NaNState
     from outlast.compat.shutdown_handler import ShutdownHandler
     from outlast.compat.slurm_job import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         log_job_info,
         resolve_resume_path,
     )
-    from outlast.health.worker import check_gpu_health, log_health_status
+    from outlast.health.worker import check_gpu_health
 
 __all__ = [
     "NaNDetector",
@@ -49,7 +50,7 @@ __getattr__, __dir__ = lazily(
         "get_slurm_info": "outlast.compat.slurm_job",
         "is_slurm_job": "outlast.compat.slurm_job",
         "is_slurm_requeue": "outlast.compat.slurm_job",
-        "log_health_status": "outlast.health.worker",
+        "log_health_status": "outlast.compat.gpu_health",
         "log_job_info": "outlast.compat.slurm_job",
         "resolve_resume_path": "outlast.compat.slurm_job",
     },

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-_LOG = logging.getLogger("outlast")
 SIDE = 256  # of the matrices whose product is known
 MIXED_DIGEST = "ea847e06bfbbefb3"  # xxh3 of the product as little-endian 32-bit integers, row by row
 HADAMARD_DIGEST = "8420f479f2a0de44"  # of 256 times the unit matrix
@@ -175,25 +173,6 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
     answer["compute_ok"] = bool(found["tested"]) and not any("product" in one for one in problems)
     answer["memory_ok"] = bool(found["tested"]) and not any("words" in one for one in problems)
     return {**answer, "error": "; ".join(problems)}
-
-
-def log_health_status(device: int = 0) -> dict[str, bool | str]:
-    """Check one GPU and log the answer, a problem in a second line: KempnerForge's function.
-
-    Returns:
-        What :func:`check_gpu_health` returns.
-    """
-    health = check_gpu_health(device)
-    fine = not health["error"]
-    _LOG.info(
-        "GPU %d health: %s | cuda=%s, device=%s, compute=%s, memory=%s",
-        device,
-        "HEALTHY" if fine else "UNHEALTHY",
-        *(health[name] for name in ("cuda_available", "device_accessible", "compute_ok", "memory_ok")),
-    )
-    if not fine:
-        _LOG.warning("GPU %d error: %s", device, health["error"])
-    return health
 
 
 def _say(**line: Any) -> None:
