@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.content.rank_file import parse_rank_file, whose_file
 from outlast.checkpoint.content.state import capture_random, require_random
-from outlast.checkpoint.content.typed_json import _DECODERS, Decoder, Encoder, references
+from outlast.checkpoint.content.typed_forms import DECODERS, Forms, references
+from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.policy.manifest import Identity, Manifest, Shard, TensorEntry, rank_files
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
@@ -47,10 +48,8 @@ anything = st.recursive(
     odd,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
-        st.dictionaries(
-            st.one_of(st.sampled_from(sorted(_DECODERS)), st.text(max_size=3)), inner, max_size=2
-        ),
-        st.tuples(st.sampled_from(sorted(_DECODERS)), inner).map(lambda pair: {pair[0]: pair[1]}),
+        st.dictionaries(st.one_of(st.sampled_from(sorted(DECODERS)), st.text(max_size=3)), inner, max_size=2),
+        st.tuples(st.sampled_from(sorted(DECODERS)), inner).map(lambda pair: {pair[0]: pair[1]}),
     ),
     max_leaves=8,
 )
@@ -89,7 +88,16 @@ def bounded() -> Iterator[None]:
         yield
 
 
+def fails(forms: type[Forms], tree: Any) -> bool:
+    try:
+        forms("x.json", TENSORS).decode(json.loads(json.dumps(tree)))
+    except DamagedCopy:
+        return True
+    return False
+
+
 def decode(tree: Any) -> Any:
+    assert fails(Decoder, tree) or not fails(Forms, tree), "what can be loaded has a form"
     began = time.monotonic()
     try:
         found = Decoder("x.json", TENSORS).decode(json.loads(json.dumps(tree)))
@@ -153,8 +161,8 @@ ADDRESS = base64.b64encode(b"A" * 8).decode()
     ids=json.dumps,
 )
 def test_a_form_that_is_not_in_order_is_damage(tree: Any) -> None:
-    with pytest.raises(DamagedCopy):
-        Decoder("x.json", TENSORS).decode(tree)
+    assert fails(Decoder, tree)
+    assert fails(Forms, tree)
 
 
 def test_a_value_nested_without_end_is_damage() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.load.reshard import open_part
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Identity, copy_name
-from outlast.checkpoint.tiers.inventory import read_manifest
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.tiers.inventory import read_manifest, verify
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointMismatch, OutlastError
 from outlast.fields import FORMAT_VERSION, DamagedCopy
@@ -71,6 +72,26 @@ FORGED: dict[str, Callable[[Any, Any], object]] = {
     "random words that are too few": lambda d, m: d["random"]["dict"].update(torch={"bytes": "QUFB"}),
     "a kind that is no text": lambda d, m: d["kinds"].update(optimizer=["AdamW"]),
 }
+
+
+KNOWN_AT_THE_LOAD = {  # what only the live objects, or torch, can tell
+    "groups without parameters",
+    "no state of an optimizer",
+    "a list for an optimizer",
+    "a number for its entries",
+    "random words that are too few",
+}
+
+
+@pytest.mark.parametrize("wrong", FORGED)
+def test_a_forged_copy_is_found_without_torch_as_far_as_it_can_be(
+    wrong: str, saved: tuple[Path, dict[int, bytes]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved[0], tmp_path / "here")
+    assert verify(DirectoryTier(folder), NEW, None).state is CopyState.WHOLE
+    forge(folder / NEW, lambda document, manifest: FORGED[wrong](document, manifest) and None)
+    found = verify(DirectoryTier(folder), NEW, None)
+    assert found.state is (CopyState.WHOLE if wrong in KNOWN_AT_THE_LOAD else CopyState.DAMAGED), found
 
 
 @pytest.fixture(scope="module")

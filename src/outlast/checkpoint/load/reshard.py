@@ -25,7 +25,8 @@ from outlast.checkpoint.content.format import order_of
 from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random, tensors_in
-from outlast.checkpoint.content.typed_json import Decoder, Json, dtype_name, element_type_of, references
+from outlast.checkpoint.content.typed_forms import Json, references
+from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
 from outlast.checkpoint.load.in_place import (
     FromFile,
     FromMapping,

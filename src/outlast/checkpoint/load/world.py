@@ -18,7 +18,8 @@ import torch
 from outlast.checkpoint.content.codecs import Coded, Piece, distributed, piece_of, unsupported
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, template_of
-from outlast.checkpoint.content.typed_json import Decoder, Json, element_type_of, references
+from outlast.checkpoint.content.typed_forms import Json, references
+from outlast.checkpoint.content.typed_json import Decoder, element_type_of
 from outlast.checkpoint.load.reading import Stored, replicas
 from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, rank_files, some
 from outlast.checkpoint.tiers.inventory import read_rank_file

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outlast.checkpoint.content.state import Captured
-from outlast.checkpoint.content.typed_json import Json
+from outlast.checkpoint.content.typed_forms import Json
 
 
 @dataclass(frozen=True)

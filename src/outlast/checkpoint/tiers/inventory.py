@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outlast.checkpoint.content.digest import chunk_digest, combined, file_digest, parse_commit
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
+from outlast.checkpoint.content.typed_forms import Forms
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
@@ -149,11 +150,12 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
     def read() -> Copy:
         with tier.open(name) as folder:
             manifest, _ = read_manifest(folder, name)
+            Forms(MANIFEST, {}).decode(manifest.cursor)
             known: dict[int, Shard] = {}
             world = manifest.world_size
             chosen_ranks = manifest.ranks if chosen is None else [rank for rank in chosen if rank < world]
             for rank in chosen_ranks:
-                read_rank_file(folder, manifest, rank, known)
+                _require_forms(rank_files(rank, world)[1], read_rank_file(folder, manifest, rank, known))
                 _require_content(folder, manifest, rank_files(rank, world)[0])
             for number in range(manifest.alike):
                 if chosen is None or number in chosen or manifest.part:
@@ -161,6 +163,19 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
         return found
 
     return judged(found, read)
+
+
+def _require_forms(source: str, file: RankFile) -> None:
+    """Check that a load could decode what a rank says, without torch."""
+    forms = Forms(source, dict.fromkeys(file.tensors, True))
+    for value in file.values.values():
+        forms.decode(value)
+    for entry in file.tensors.values():
+        if entry.dtype.startswith(("qint", "quint")):
+            raise DamagedCopy(Damage(source, "a type of plain tensors", entry.dtype))
+    random = forms.decode(file.random)
+    if type(random) is not dict or not {"python", "torch"} <= random.keys():
+        raise DamagedCopy(Damage(source, "states of random generators", repr(random)[:200]))
 
 
 def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:

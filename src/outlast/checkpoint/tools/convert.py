@@ -22,7 +22,8 @@ import torch
 from outlast.checkpoint.content.format import Staging, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.state import take_apart, tensors_in
-from outlast.checkpoint.content.typed_json import Decoder, Encoder, Json, references
+from outlast.checkpoint.content.typed_forms import Json, references
+from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
