@@ -44,14 +44,14 @@ import torch, torch.distributed as dist, outlast
 HERE = Path(__file__).parent
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))
 optimizer = torch.optim.AdamW(model.parameters())
 options = outlast.CheckpointOptions(non_persistent_save_interval=1)
 with outlast.start(save_interval=10, checkpoints=options) as session:
     begun = session.restore(model=model, optimizer=optimizer)
     for step in session.steps(STEPS):
         torch.manual_seed(step)
-        model(torch.randn(8, 64)).pow(2).mean().backward()
+        model(torch.randn(8, WIDTH)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.05)
@@ -68,13 +68,24 @@ HELPERS = ("zygote", "fork", "cleaner", "writer")
 
 
 class Job:
-    """One job in a folder of its own."""
+    """One job in a folder of its own.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for its files.
+        steps: of the training.
+        width: of its model; its state has 12 * width ** 2 bytes.
+        options: of the launcher.
+    """
+
+    def __init__(
+        self, folder: Path, steps: int = STEPS, width: int = 64, options: tuple[str, ...] = ()
+    ) -> None:
         self.folder = folder
         self.script = folder / "train.py"
-        self.script.write_text(SCRIPT.replace("STEPS", str(STEPS)))
+        self.script.write_text(SCRIPT.replace("STEPS", str(steps)).replace("WIDTH", str(width)))
+        self.options = options
         self.run = folder / "run"
+        self.log = self.run / "events.jsonl"  # where this process reads it
         self.launcher: subprocess.Popen[bytes] | None = None
         self.launchers: list[int] = []
         self.seen: set[int] = set()
@@ -83,7 +94,7 @@ class Job:
         command = [sys.executable, "-m", "outlast", "run", "--nproc-per-node=2", "--run-dir", str(self.run)]
         with open(self.folder / "console", "ab") as file:
             self.launcher = subprocess.Popen(
-                [*command, str(self.script)],
+                [*command, *self.options, str(self.script)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -98,9 +109,14 @@ class Job:
             return [(int(begun), int(step)) for begun, step in map(str.split, lines)]
         return []
 
+    def lost(self) -> int:
+        """Return how many steps a start has repeated at most."""
+        pairs = itertools.pairwise(self.steps())
+        return max([made - begun for (before, made), (begun, _) in pairs if begun != before], default=0)
+
     def records(self) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError):
-            for line in (self.run / "events.jsonl").read_text().splitlines():
+            for line in self.log.read_text().splitlines():
                 with contextlib.suppress(ValueError):
                     yield json.loads(line)
 
@@ -120,12 +136,14 @@ class Job:
             words = _words(pid)
             if "outlast.checkpoint.writer" in words:
                 found["writer"] = pid
-            elif (
-                "zygote.py" in words and os.getsid(pid) == pid and pid not in ranks and "zygote" not in found
-            ):
-                found["zygote"] = pid
+            elif "telemetry.collector" in words:
+                found["collector"] = pid
             elif "zygote.py" in words and pid not in ranks:
-                found["fork"] = pid
+                leads = _session(pid) == pid
+                kind = "zygote" if leads and "zygote" not in found else "store host" if leads else "standby"
+                found[kind] = pid
+                if kind != "zygote":
+                    found["fork"] = pid
             elif words == _words(agent):
                 found["cleaner"] = pid
         return int(found.get(what, 0))
@@ -142,6 +160,12 @@ def _words(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
+
+
+def _session(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return 0
 
 
 def _of(folder: Path, pid: int) -> bool:
@@ -197,11 +221,7 @@ def attempt(number: int, seed: int, calm: str, keep: bool) -> dict[str, Any]:
     weights = folder / "weights"
     if weights.exists() and calm and weights.read_text() != calm:
         wrong.append("other weights than those of the calm run")
-    done = job.steps()
-    lost = 0
-    for (before, made), (begun, _) in itertools.pairwise(done):
-        if begun != before:  # another start
-            lost = max(lost, made - begun)
+    lost = job.lost()
     if lost > 2:
         wrong.append(f"{lost} steps lost")
     deadline = time.monotonic() + 20.0
@@ -225,9 +245,9 @@ def attempt(number: int, seed: int, calm: str, keep: bool) -> dict[str, Any]:
     return line
 
 
-def calm_run() -> str:
+def calm_run(steps: int = STEPS, width: int = 64) -> str:
     """Return the digest of the weights of a job in which nothing ends."""
-    job = Job(Path(tempfile.mkdtemp(prefix="outlast-double-")))
+    job = Job(Path(tempfile.mkdtemp(prefix="outlast-double-")), steps, width)
     job.start()
     assert job.launcher is not None
     if job.launcher.wait(LIMIT):

@@ -132,6 +132,8 @@ class CheckpointOptions:
         keep_last_n: committed checkpoints kept (KempnerForge, 3); at least 2, in case the newest is bad.
         timeout: seconds for which ranks wait for each other in a save or a load.
         max_failed_saves: consecutive saves that may fail before the job stops.
+        max_failed_seconds: seconds over which saves may fail before the job stops, and for which a disk that
+            refuses the last state is asked again: an outage up to that long costs saves only.
         async_save: training continues while a checkpoint is written (Megatron's name; off by default there).
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which only optimizers change parameters.
@@ -160,6 +162,7 @@ class CheckpointOptions:
     keep_last_n: int = 3
     timeout: float = 600.0
     max_failed_saves: int = 3
+    max_failed_seconds: float = 60.0
     async_save: bool = True
     staging: str = "eager"
     buffers: int = 3
@@ -186,6 +189,8 @@ class CheckpointOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 found.append(f"{name}: {value} is not positive")
+        if not 0 <= self.max_failed_seconds < math.inf:
+            found.append(f"max_failed_seconds: {self.max_failed_seconds} is not a number of seconds from 0")
         if self.replication_bandwidth is not None and not self.replication_bandwidth >= 1e5:
             found.append(
                 f"replication_bandwidth: {self.replication_bandwidth} is not at least 100,000 bytes/s"

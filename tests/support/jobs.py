@@ -80,7 +80,7 @@ def checkpointer(
         folder,
         identity,
         exchange,
-        settings or CheckpointOptions(timeout=DEADLINE),
+        settings or CheckpointOptions(timeout=DEADLINE, max_failed_seconds=0.0),
         SystemClock(),
         kept.append,
     )

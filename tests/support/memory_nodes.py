@@ -34,7 +34,7 @@ class Node:
         self, job: Job, generation: int = 1, avoid: tuple[str, ...] = (), **settings: Any
     ) -> Checkpointer:
         """Restore into a job as a new generation; return what to save with."""
-        wanted = CheckpointOptions(timeout=DEADLINE, **settings)
+        wanted = CheckpointOptions(timeout=DEADLINE, **{"max_failed_seconds": 0.0, **settings})
         found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
         found.through_memory(self.memory, self.saver.ensure)
         found.restore(job.state, avoid)

@@ -115,7 +115,7 @@ class Team:
         """Begin a generation on the nodes that are there: restore into new jobs."""
         self.generation += 1
         self.jobs = [self._job(100 * self.generation + rank) for rank in range(self.world)]
-        wanted = CheckpointOptions(timeout=DEADLINE, **settings)
+        wanted = CheckpointOptions(timeout=DEADLINE, **{"max_failed_seconds": 0.0, **settings})
 
         def part(exchange: Exchange) -> Checkpointer:
             node = self.node_of(exchange.rank)

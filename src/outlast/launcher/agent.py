@@ -36,7 +36,7 @@ from outlast.inprocess.agent import Reentries
 from outlast.ipc.control import Inbox
 from outlast.launcher import runtime
 from outlast.launcher.command.options import LaunchOptions
-from outlast.launcher.detectors import Exits, Registered, Silences
+from outlast.launcher.detectors import Exits, Registered, Silences, Stores
 from outlast.launcher.ending import FILES_PATIENCE, NOTHING_RAN, Living, finish_saving, show_the_rest
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.file_thread import FileThread
@@ -147,6 +147,7 @@ class Agent:
         self._detectors: tuple[Detector, ...] = (
             Exits(self._ends),
             Silences(self._watch, self._hangs, self._ends, self.note, self._tell_nodes),
+            Stores(self._store_is_gone),
             self._registered,
         )
         self._listen()
@@ -391,6 +392,12 @@ class Agent:
                 return
             if self._generation is not generation or self._exit is not None:
                 return
+
+    def _store_is_gone(self) -> bool:
+        generation = self._generation
+        return (
+            generation is not None and self._first_step_owed and self._spawner.store_ended(generation.meeting)
+        )
 
     def _view(self, generation: Generation) -> NodeView:
         heartbeats = self._watch.heartbeats

@@ -19,6 +19,7 @@ from outlast.recovery.policy.events import Fault
 
 PATIENCE = 30.0  # seconds for one call of a registered detector, its import included
 _LOOK_EVERY = 0.25  # at what registered detectors have found
+_STORE_PATIENCE = 1.0  # seconds in which the ends of ranks are reported first
 _SHORTEST, _LONGEST = 0.05, 60.0  # seconds between two calls of a registered detector
 
 
@@ -78,6 +79,36 @@ class Silences:
     def deadline(self, now: float) -> float:
         """Return when the first timeout expires, or the pages have to be read again."""
         return self.watch.deadline(now)
+
+
+@dataclass
+class Stores:
+    """Reports a store that ended before every rank had made a step.
+
+    Ranks that are connecting would try again for 30 minutes, and nothing wakes them. Ranks that are connected
+    get an error, and those that have made a step may never need the store again.
+
+    Args:
+        gone: whether it has ended so early.
+    """
+
+    gone: Callable[[], bool]
+    name: str = "stores"
+    _since: float = math.inf
+
+    def poll(self, now: float, node: NodeView) -> Sequence[Fault]:
+        """Return a fault once it has been gone for a while: a rank that ended with it is reported instead."""
+        self._since = min(self._since, now) if self.gone() else math.inf
+        if now < self._since + _STORE_PATIENCE:
+            return ()
+        self._since = math.inf
+        reason = "the process that serves the store of the ranks has ended before they had made a step"
+        return (node.fault(reason, signature="store gone"),)
+
+    def deadline(self, now: float) -> float:
+        """Return when it has been gone for long enough."""
+        del now
+        return self._since + _STORE_PATIENCE
 
 
 class _Registered(threading.Thread):

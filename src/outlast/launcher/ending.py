@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from outlast.checkpoint.agent import Saving
 from outlast.config import Config
+from outlast.ipc.processes import state_of
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.logs import Tails
 from outlast.launcher.output.screen import PATIENCE, Console, Screen
@@ -22,6 +23,7 @@ FILES_PATIENCE = 5.0  # for what is still to be read or written in the run folde
 _LOOK_EVERY = 0.1
 _SILENT_FOR = 5.0  # seconds of waiting for the saver without a word
 _ANSWER_WITHIN = 1.0  # seconds for a worker to say that it saves and ends by itself, before its limit is told
+_STOPPED = ("T", "t")
 _LATE = 1.0  # seconds that a worker may take to end after its own deadline
 
 
@@ -72,19 +74,28 @@ class Living:
     def end_politely(self, asked: int, meanwhile: Callable[[Generation, float], None]) -> None:
         """Pass a signal on, and give the workers their time; less when somebody insists.
 
+        Workers that are stopped (SIGSTOP) while nobody else is left are not waited for.
+
         Args:
             asked: the signal.
             meanwhile: called again and again while they have it.
         """
         generation, began = self.generation, time.monotonic()
         patience = self.config.fault_tolerance.workers_stop_timeout
-        end, left = began + patience, 0.0
+        end, left, moved = began + patience, 0.0, began
         goes, told = f"signal {asked} goes to the workers", ""
         plain = f"{goes}; they have {_seconds(patience)} to end"
         for worker in generation.living():
             worker.send(asked)
         while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
             meanwhile(generation, now)
+            living = generation.living()
+            if any(state_of(one.pid) not in _STOPPED for one in living):
+                moved = now
+            elif living and now > moved + patience:
+                first = f"rank {living[0].rank} (pid {living[0].pid})"
+                self.console.say(f"{first} has been stopped for {_seconds(patience)}: it is killed now")
+                return
             if generation.leaves and not left:
                 left = max(patience, generation.leaves - began)
                 first = "workers" if told else f"{goes}, which"

@@ -214,7 +214,8 @@ class RunFolder:
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
-            os.close(self._lock)
+            with contextlib.suppress(OSError):  # of a file system with an outage; the lock is released
+                os.close(self._lock)
             self._lock = None
 
     def moved(self) -> bool:

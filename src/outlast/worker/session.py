@@ -532,7 +532,8 @@ class Session:
         """Save to the tier that all ranks choose, and wait until that is durable or the process is ended."""
         assert self._after is not None
         assert self._checkpointer is not None
-        self._fence()
+        if not self._options.async_save:
+            self._fence()
         with self._page.section("checkpointing"):
             for order in self._after.orders(self._completed, action):
                 self._save_state(self._checkpointer, order.reason, order.tier != "memory", urgent=True)
@@ -628,7 +629,8 @@ class Session:
     def _save(self, why: str, wait: bool = False) -> bool:
         """Save the state after the last complete step, with all ranks."""
         assert self._checkpointer is not None
-        self._fence()
+        if not self._options.async_save:
+            self._fence()
         with self._page.section("checkpointing"):
             saved = self._save_state(self._checkpointer, why, durable=True)
             if saved:
@@ -676,7 +678,11 @@ class Session:
             return self._checkpointer.durable(self._staged_step)
 
     def _fence(self) -> None:
-        """Refuse to write once the agent has started a newer generation."""
+        """Refuse to write once the agent has started a newer generation.
+
+        What the writer brings to disk needs no such look, which waits for the file system: the writer drops
+        what older generations stage.
+        """
         if not self._context.launched:
             return
         state = self._folder.peek(self._folder.job_state) or {}

@@ -95,7 +95,7 @@ def test_memory_that_fills_up_loses_saves_by_name_and_the_saver_lives(
     assert saver.durable(1)
     pid = node.saver.pid
     filling = fill(small)
-    with pytest.raises(SaveFailed, match=f"saves in a row .*No space left on device.*{small}"):
+    with pytest.raises(SaveFailed, match=f"saves in a row.*No space left on device.*{small}"):
         saves(saver, job, range(2, 40))
     assert (node.saver.pid, node.saver.ended()) == (pid, False)
     assert len([one for one in node.records if isinstance(one, SaveLost)]) >= 3

@@ -185,7 +185,7 @@ def test_an_error_of_one_rank_loses_the_save_on_all(tmp_path: Path) -> None:
     records: list[Record] = []
 
     def part(exchange: StoreExchange) -> list[bool | str]:
-        settings = CheckpointOptions(max_failed_saves=2, timeout=DEADLINE)
+        settings = CheckpointOptions(max_failed_saves=2, max_failed_seconds=0.0, timeout=DEADLINE)
         saver = checkpointer(tmp_path, exchange=exchange, records=records, settings=settings)
         holder = Stubborn(RuntimeError("no memory left"), gives=False)
         state: Box = {"box": holder if exchange.rank == 1 else {}}

@@ -122,12 +122,14 @@ def test_a_job_whose_last_state_is_in_memory_only_says_so_and_is_completed_by_th
 ) -> None:
     disk, filling = tmp_path / "disk", tmp_path / "disk" / "fill"
     disk.mkdir()
+    config = tmp_path / "config.toml"
+    config.write_text("[checkpoints]\nmax_failed_seconds = 0\n")
     with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         run = Run(
             disk / "run",
             "counting.py",
             *(str(tmp_path / "trace"), "60", "25", "fill@0@55@1", str(filling)),
-            options=("--nproc-per-node", "2"),
+            options=("--nproc-per-node", "2", "--config", str(config)),
         )
         run.output = tmp_path / "output"
         with running(run):

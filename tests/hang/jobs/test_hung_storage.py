@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.launching import SCRIPTS, Run, running, until
+from tests.support.faulty import needs_fuse, with_faults
+from tests.support.launching import Run, running, until
 
 RANK = """
 import os, sys
 data = os.open(sys.argv[1], os.O_RDONLY)
-os.read(data, 4096)
+os.pread(data, 4096, 0)
 open(sys.argv[2], "w").close()
-os.read(data, 4096)
+os.pread(data, 4096, 1 << 22)  # far behind what the kernel has read ahead
 """
 
 
-@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="only root can mount a file system")
+@needs_fuse
 def test_the_agent_does_not_wait_for_the_file_system_of_a_hung_rank(tmp_path: Path) -> None:
     mounted, switch, script = tmp_path / "mounted", tmp_path / "hangs", tmp_path / "script.py"
+    behind = tmp_path / "behind"
     mounted.mkdir()
+    behind.mkdir()
+    with open(behind / "data", "wb") as file:
+        file.truncate(8 << 20)
     script.write_text(RANK)
     options = ("--nproc-per-node=1", "--ft-initial-rank-heartbeat-timeout=4", "--max-restarts=0")
     run = Run(tmp_path / "run", str(script), str(mounted / "data"), str(switch), options=options)
-    server = [sys.executable, str(SCRIPTS / "hanging_files.py"), str(mounted), str(switch)]
-    shell = '"$0" "$1" "$2" "$3" </dev/null & until [ -e "$2/data" ]; do sleep 0.05; done; shift 3; exec "$@"'
-    if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
-        pytest.skip("this machine does not let root make namespaces")
-    run.command = ["unshare", "-m", "sh", "-c", shell, *server, *run.command]
+    run.command = with_faults(run.command, behind, mounted, switch)
     try:
         with running(run):
             until(lambda: run.records("fault_seen"), run.console)

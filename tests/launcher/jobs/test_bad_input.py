@@ -105,7 +105,10 @@ def test_a_disk_that_fills_up_ends_the_job_and_nothing_is_lost(tmp_path: Path) -
     with small_disk(tmp_path / "disk"):
         folder = tmp_path / "disk" / "run"
         arguments = (str(tmp_path / "trace"), "100000", "10", "fill@0@25@1", str(tmp_path / "disk" / "fill"))
-        run = Run(folder, "counting.py", *arguments, options=("--nproc-per-node", "2"))
+        config = tmp_path / "config.toml"
+        config.write_text("[checkpoints]\nmax_failed_seconds = 0\n")
+        options = ("--nproc-per-node", "2", "--config", str(config))
+        run = Run(folder, "counting.py", *arguments, options=options)
         run.output = tmp_path / "console"
         with running(run):
             assert run.finish() == 74, run.console()

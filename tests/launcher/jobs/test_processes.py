@@ -15,7 +15,7 @@ import pytest
 from outlast.checkpoint.writer_process import is_locked
 from outlast.ipc.processes import state_of, tree_of
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
-from tests.support.processes import child_running
+from tests.support.processes import child_running, children_running
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 60
@@ -284,3 +284,37 @@ def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_pa
         assert run.finish() == 0, run.console()
     code = -signal.SIGKILL if end == "agent" else 0
     assert (tmp_path / "result").read_text() == f"{code} None"
+
+
+MEETING = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+here = Path(sys.argv[1])
+(here / "there").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp_path: Path) -> None:
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+    with running(run):
+        assert run.process is not None
+        until((tmp_path / "there").exists, run.console)
+        ranks = run.pids()
+        forks = [pid for pid in children_running(run.process.pid, "zygote.py") if os.getsid(pid) == pid]
+        zygote, *hosts = sorted(set(forks) - set(ranks))
+        host = min(hosts)  # the next one is that of a generation that may follow
+        assert zygote < host < min(ranks)
+        os.kill(host, signal.SIGKILL)
+        until(lambda: is_gone(host), "the end of the store host")
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"], fault["signature"]) == ("crash", -1, "store gone")
+    assert run.records("action_taken")[0]["action"] == "restart-in-job"

@@ -16,7 +16,7 @@ import pytest
 
 from outlast.errors import ExitCode
 from tests.checkpoint.jobs.test_global import use_s3
-from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, is_gone, running, until
 from tests.support.ranks import Ranks, copies, lines, ranks
 from tests.support.s3_bucket import Bucket, proxy, s3_server
 
@@ -344,3 +344,39 @@ def test_without_handlers_a_signal_ends_a_rank_as_ever(tmp_path: Path) -> None:
         job.reach(5)
         job.send(0, 1)
         assert job.finish() == [-signal.SIGTERM] * 2, job.output()
+
+
+HELD = """
+import sys, time
+import torch, outlast
+from pathlib import Path
+
+model = torch.nn.Linear(2, 2)
+with outlast.start(save_interval=1) as session:
+    session.restore(model=model)
+    for step in session.steps(3):
+        Path(sys.argv[1]).touch()
+        while step == 1:
+            time.sleep(0.1)
+"""
+
+
+def test_a_rank_that_is_stopped_while_it_gives_the_job_back_is_not_waited_for(tmp_path: Path) -> None:
+    """It has ten minutes by default, and would use them all."""
+    script, there = tmp_path / "held.py", tmp_path / "there"
+    script.write_text(HELD)
+    run = Run(
+        tmp_path / "run",
+        str(script),
+        str(there),
+        options=("--nproc-per-node=1", "--ft-workers-stop-timeout=2"),
+    )
+    with running(run):
+        assert run.process is not None
+        (rank,) = run.pids()
+        until(lambda: run.records("saved"), run.console)
+        run.process.send_signal(signal.SIGTERM)
+        until(lambda: [one for one in run.records("note") if "graceful" in one["reason"]], run.console)
+        os.kill(rank, signal.SIGSTOP)
+        assert run.finish() == 143, run.console()
+    assert is_gone(rank)

@@ -134,6 +134,7 @@ class Answer:
         durable_step: the newest step that is on disk whole; -1: none.
         lost_step: the newest step that was to be, and is not; -1: none.
         failures: copies lost in a row.
+        failing: seconds from the first of them to the latest.
         error: why the latest was.
         apart: nodes did not hold alike what all ranks share: each rank writes all of its own.
     """
@@ -144,6 +145,7 @@ class Answer:
     durable_step: int = -1
     lost_step: int = -1
     failures: int = 0
+    failing: float = 0.0
     error: str = ""
     apart: bool = False
 
@@ -259,8 +261,14 @@ class Leader:
     def _begin(self, number: int, after: int) -> None:
         self.answer = _changed(self.answer, round=number, after=after)
 
-    def settled(self, complete: Complete, error: str = "") -> None:
-        """Record how the commit of a copy ended, or that it was aborted."""
+    def settled(self, complete: Complete, error: str = "", failing: float = 0.0) -> None:
+        """Record how the commit of a copy ended, or that it was aborted.
+
+        Args:
+            complete: the copy.
+            error: why it was lost; empty: it was not.
+            failing: seconds since the first of the copies that were lost in a row.
+        """
         for key in [key for key in self._written if key[0] == complete.name]:
             del self._written[key]
         if error:
@@ -269,11 +277,12 @@ class Leader:
                 apart=self.answer.apart or complete.unlike,
                 lost_step=max(self.answer.lost_step, complete.step),
                 failures=self.answer.failures + 1,
+                failing=failing,
                 error=error,
             )
         else:
             step = max(self.answer.durable_step, complete.step)
-            self.answer = _changed(self.answer, durable_step=step, failures=0, error="")
+            self.answer = _changed(self.answer, durable_step=step, failures=0, failing=0.0, error="")
 
 
 def _complete(told: Mapping[str, Written]) -> Complete:

@@ -57,7 +57,7 @@ class Saver:
     def __init__(self, around: SaveContext) -> None:
         self._around = around
         self._staging = Staging()
-        self._failures = 0
+        self._failures, self._failing_since = 0, 0.0
         self._pruner = Pruner(around.tier, around.identity.run_id, around.settings.keep_last_n, around.record)
         self._protected: set[str] = set()
         self._began = ""  # the copy that this generation began from
@@ -221,15 +221,22 @@ class Saver:
         around = self._around
         self._clear(temporary)
         agreed.raise_common()
+        now = around.clock.monotonic()
+        self._failing_since = self._failing_since if self._failures else now
         self._failures += 1
-        seconds = around.clock.monotonic() - started
+        seconds = now - started
         around.record(
             SaveLost, step=step, seconds=seconds, reason=f"{agreed.text}; the older checkpoints stay"
         )
-        if self._failures >= around.settings.max_failed_saves:
+        if self._failures < around.settings.max_failed_saves:
+            return False
+        failing = now - self._failing_since  # rank 0's is that of all ranks: no two clocks agree
+        said = around.rounds.hold("failing", lambda: {"seconds": failing})
+        failing = said.reports[0].data["seconds"]
+        if failing >= around.settings.max_failed_seconds:
             raise SaveFailed(
-                f"{self._failures} saves in a row could not be written to {around.tier.folder}, the last one"
-                f" at step {step}: {agreed.text}; the older checkpoints stay; the job stops rather than train"
-                " unsaved"
+                f"{self._failures} saves in a row, over {failing:.0f} s, could not be written to"
+                f" {around.tier.folder}, the last one at step {step}: {agreed.text}; the older checkpoints"
+                " stay; the job stops rather than train unsaved"
             ) from agreed.error
         return False

@@ -74,6 +74,7 @@ class Engine:
         self._place = place
         self._call_saver = call_saver
         self._failures, self._why, self._told = 0, "", True
+        self._failing = self._failing_since = 0.0  # seconds from the first loss in a row, and its time
         self._nbytes = 0
         self._staged: Order | None = None
         self._began = ""  # the copy that this generation began from
@@ -244,7 +245,7 @@ class Engine:
         if status is not None:
             self._stager.keep_apart(status.apart)
         self._keep_saver()
-        self._require_hope(max(self._failures, 0 if status is None else status.failures), status)
+        self._require_hope(status)
         if self._staged is not None and self._staged.step == order.step:
             return self._order_more(self._staged, order)
         self._staged = None
@@ -315,20 +316,25 @@ class Engine:
         return self._status
 
     def _lost(self, order: Order, why: str, seconds: float) -> bool:
-        self._failures += 1
+        now = time.monotonic()
+        self._failing_since = self._failing_since if self._failures else now
+        self._failures, self._failing = self._failures + 1, now - self._failing_since
         self._why = why
         self._around.record(
             SaveLost, step=order.step, seconds=seconds, reason=f"{why}; the older checkpoints stay"
         )
         return False
 
-    def _require_hope(self, failures: int, status: Status | None) -> None:
-        if failures >= self._around.settings.max_failed_saves:
-            why = (status and status.error) or self._why
-            raise SaveFailed(
-                f"{failures} saves in a row could not be written to {self._around.tier.folder}: {why}; the"
-                " older checkpoints stay; the job stops rather than train unsaved"
-            )
+    def _require_hope(self, status: Status | None) -> None:
+        settings, own = self._around.settings, (self._failures, self._failing, self._why)
+        disk = (0, 0.0, "") if status is None else (status.failures, status.failing, status.error)
+        for failures, seconds, why in (disk, own):
+            if failures >= settings.max_failed_saves and seconds >= settings.max_failed_seconds:
+                raise SaveFailed(
+                    f"{failures} saves in a row, over {seconds:.0f} s, could not be written to"
+                    f" {self._around.tier.folder}: {why}; the older checkpoints stay; the job stops rather"
+                    " than train unsaved"
+                )
 
     @property
     def alone(self) -> bool:
@@ -403,12 +409,13 @@ class Engine:
             if status is not None and status.durable_step >= step:
                 return True
             if status is not None and status.lost_step >= step:
-                self._require_hope(status.failures, status)
+                self._require_hope(status)
                 return False
             if time.monotonic() > look:  # the writer may have ended since, with its owner
                 look += _LOOK
-                if wanted in self._around.tier.names():
-                    return True
+                with contextlib.suppress(OSError):
+                    if wanted in self._around.tier.names():
+                        return True
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"step {step} is not on disk after {self._around.settings.timeout:g} s; it is staged in"

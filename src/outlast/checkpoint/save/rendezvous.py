@@ -135,6 +135,7 @@ class SaveRendezvous:
             left=() if self._before is None else self._before.without(nodes),
             forgotten=-1 if self._before is None else self._before.forgets(nodes),
             training=around.training,
+            patience=around.settings.max_failed_seconds,
         )
         if len(nodes) > 1:
             node, bandwidth = self._place.node, around.settings.replication_bandwidth

@@ -137,6 +137,7 @@ class Members:
         left: nodes with which this one was in a session, and which are not in this one.
         forgotten: the last generation in which a node had ranks that left and is not remembered; -1: none.
         training: its name, where the job has several; empty: it has none.
+        patience: seconds for which a disk that refuses the last state is asked again.
     """
 
     generation: int
@@ -157,6 +158,7 @@ class Members:
     left: tuple[Left, ...] = ()
     forgotten: int = -1
     training: str = ""
+    patience: float = 0.0
 
     @property
     def private(self) -> bool:
@@ -237,6 +239,7 @@ class Status:
         durable_step: of the newest copy that it wrote to the durable tier for this generation; -1: none.
         lost_step: of the newest durable save of this generation that failed; -1: none.
         failures: durable saves that failed in a row.
+        failing: seconds from the first of them to the latest.
         error: why the latest of them failed.
         port: where it listens for other nodes' writers; 0: it does not.
         replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
@@ -250,6 +253,7 @@ class Status:
     durable_step: int = -1
     lost_step: int = -1
     failures: int = 0
+    failing: float = 0.0
     error: str = ""
     port: int = 0
     replicated_step: int = -1

@@ -113,11 +113,11 @@ class WriterCluster:
         """Return the copies whose parts all nodes have done; only where this node leads."""
         return _all_of(self._completed)
 
-    def settled(self, complete: Complete, error: str = "") -> None:
+    def settled(self, complete: Complete, error: str = "", failing: float = 0.0) -> None:
         """Tell all nodes the result of a commit; only where this node leads."""
         assert self.leader is not None
         with self._lock:
-            self.leader.settled(complete, error)
+            self.leader.settled(complete, error, failing)
         self._news.set()
 
     def hear(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -461,7 +461,7 @@ class TeamKeeper(CopyCommitter):
         with contextlib.suppress(OSError):
             self._tier.discard(self._tier.begin(complete.name, complete.session))
         super()._lost(complete.step, why, {0: {"blocked": complete.blocked}})
-        self.team.settled(complete, why)
+        self.team.settled(complete, why, self.status.failing)
 
     def _done(self, done: Done) -> None:
         ours = done.task.session == self.members.session or (
@@ -503,6 +503,7 @@ class TeamKeeper(CopyCommitter):
                 durable_step=answer.durable_step,
                 lost_step=answer.lost_step,
                 failures=answer.failures,
+                failing=answer.failing,
                 error=answer.error,
             )
         apart = self.status.apart

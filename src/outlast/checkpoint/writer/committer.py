@@ -181,6 +181,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
     write_whole(folder / COMMIT, ends[COMMIT])
 
 
+_TRY_EVERY = 2.0  # seconds between two tries to write the last copy
 _POOLED = 8  # buffers of a rank that are kept for later use
 
 
@@ -224,6 +225,8 @@ class CopyCommitter:
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self._over = False
+        self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
+        self._failing_since = time.monotonic() - status.failing
         self._flushed: set[str] = set()
         self._untidy = False
         self._uploads = self._open_uploads()
@@ -322,7 +325,7 @@ class CopyCommitter:
         """Order a copy to disk that was first staged for memory only: a step is staged once."""
         for name, session, wish in self._stage.granted():
             record = self._wanted.get(name) or self._any_record(self._stage.tier.folder / name)
-            if name in self._tier.names():
+            if name in self._on_disk():
                 if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
                     self._uploads.offer(name, last=True)
             elif record is None and session == self.members.session:
@@ -373,16 +376,18 @@ class CopyCommitter:
 
     def finish(self) -> None:
         """Order the newest copy in memory to disk, unless all of it is there."""
-        self._over = True
+        if not self._over:
+            self._over, self._over_at = True, time.monotonic()
         self._take_complete()
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
             if record is None or name in self._flushed:
                 continue
-            self._flushed.add(name)  # once: a disk that refuses it will refuse it again
             if name in self._tier.names():
                 self._put_away(verify(self._tier, name, self.members.ranks))
-            if name not in self._tier.names():
+            there = name in self._tier.names()
+            self._flushed.add(name)
+            if not there:
                 why = "the newest in memory when the job ended"
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
             elif self._uploads is not None:
@@ -393,8 +398,15 @@ class CopyCommitter:
         self._take_complete()
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
-            if record is not None and name not in self._tier.names():
+            if record is not None and name not in self._on_disk():
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+
+    def _on_disk(self) -> Collection[str]:
+        """Return the copies on disk; none where it does not say so, and a write finds what is there."""
+        try:
+            return self._tier.names()
+        except OSError:
+            return ()
 
     def _newest(self) -> list[str]:
         """Return the copies in memory that may have to go to disk when the job ends."""
@@ -500,7 +512,7 @@ class CopyCommitter:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
         first = staged[min(staged)]
         waits = self._disk.task is not None or self._wanted or self.members.together is not None
-        if not first["durable"] or waits or name in self._tier.names():
+        if not first["durable"] or waits:
             return None
         files = file_pairs(sorted(staged), first["world_size"], shared)
         ahead = Ahead(name, folder, files, self._tier)
@@ -514,10 +526,10 @@ class CopyCommitter:
             self._done(done)
         if self._disk.task is not None:
             return
-        if self._wanted:
+        if self._wanted and time.monotonic() >= self._next_try:
             name = min(self._wanted, key=age)
             self._disk.begin(Task("write", name, self._write(name)))
-        elif self._unverified and self.members.loaded is not None:
+        elif not self._wanted and self._unverified and self.members.loaded is not None:
             name = self._unverified.pop()
             self._disk.begin(Task("verify", name, partial(verify, self._tier, name, self.members.ranks)))
 
@@ -551,12 +563,15 @@ class CopyCommitter:
 
     def _written(self, done: Done) -> None:
         if done.value is None and not done.error:
-            return  # begun ahead of a copy that did not come to be; that has been said
+            return  # begun ahead of a copy that did not come to be, or is there
         if isinstance(done.value, tuple):
             return  # a part of a copy of several nodes, from a session before; this node is alone now
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": place_of(name)[0]}
         before = self.status
+        if done.error and self._tries_again(name, done.error):
+            self._wanted[name] = record
+            return
         if done.error:
             self._lost(record["step"], done.error, {0: record})
         else:
@@ -564,6 +579,17 @@ class CopyCommitter:
         if place_of(name)[1] != self.members.generation:  # these steps of this generation are others
             durable, lost = before.durable_step, before.lost_step
             self.status = replace(self.status, durable_step=durable, lost_step=lost)
+
+    def _tries_again(self, name: str, error: str) -> bool:
+        """Return whether a copy that the disk refused is written again: the last one, for some time."""
+        now = time.monotonic()
+        if not self._over or name not in self._newest() or now > self._over_at + self.members.patience:
+            return False
+        if not self._next_try:
+            patience = self.members.patience
+            self._record(Note, reason=f"{error}: {name}, the last copy, is written again for {patience:g} s")
+        self._next_try = now + _TRY_EVERY
+        return True
 
     def _put_away(self, found: Copy) -> None:
         """Quarantine a copy on disk if reading all of it showed damage."""
@@ -583,7 +609,7 @@ class CopyCommitter:
     def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
         step = record["step"]
         newest = max(step, self.status.durable_step)
-        self.status = replace(self.status, durable_step=newest, failures=0, error="")
+        self.status = replace(self.status, durable_step=newest, failures=0, failing=0.0, error="")
         blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
         self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
         if self._uploads is not None:
@@ -604,8 +630,11 @@ class CopyCommitter:
     def _lost(self, step: int, why: str, staged: Staged) -> None:
         blocked = max(record.get("blocked", 0.0) for record in staged.values())
         newest = max(step, self.status.lost_step)
-        failures = self.status.failures + 1
-        self.status = replace(self.status, lost_step=newest, failures=failures, error=why)
+        now, failures = time.monotonic(), self.status.failures + 1
+        if failures == 1:
+            self._failing_since = now
+        failing = now - self._failing_since
+        self.status = replace(self.status, lost_step=newest, failures=failures, failing=failing, error=why)
         self._record(SaveLost, step=step, seconds=blocked, reason=f"{why}; the older checkpoints stay")
 
     def _give_up(self, folder: Path) -> None:

@@ -237,7 +237,7 @@ class Ahead:
         self._sealed.put(sealed)
 
     def write(self, source: DirectoryTier) -> int | None:
-        """Write and commit; return the copy's size; None: it was not completed in memory.
+        """Write and commit; return the copy's size; None: it was not completed in memory, or is there.
 
         Args:
             source: the tier in memory, which has the rest of it once it is sealed.
@@ -246,6 +246,8 @@ class Ahead:
             DamagedCopy: manifest or COMMIT in the source are not as they were written.
             OSError: the file system refused; nothing of the copy is left in the target.
         """
+        if self._name in self._target.names():  # :func:`write_copy` compares it
+            return None
         temporary = self._target.begin(self._name)
         try:
             self._target.write(temporary, self._tensors)

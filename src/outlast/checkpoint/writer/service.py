@@ -30,7 +30,6 @@ LOOK_EVERY = 0.5  # seconds between two looks when nobody rings
 LAST_LOOK = 0.05
 LEAVE_PATIENCE, LEAVE_LOOK = 60.0, 0.01  # seconds; for the disk, between two trainings of one script
 _REPORTS_EVERY, _MOST_REPORTS = 60.0, 5
-LAST_ATTEMPTS = 60.0  # seconds for which a file system may refuse after that
 LAST_PATIENCE = 1.0  # seconds after the owner's end in which ranks may complete what others have staged
 
 
@@ -137,7 +136,7 @@ class Service:
             return self._keeper.idle and not waits
         except OSError as error:
             self._refused_by_files(error)
-            return time.monotonic() > self._until + LAST_ATTEMPTS
+            return time.monotonic() > self._until + self._keeper.members.patience
 
     def _keeper_of(self, members: Members) -> CopyCommitter:
         status = self._said if self._keeper is None else self._keeper.status

@@ -607,6 +607,11 @@ class WorkerSpawner:
         if host is not None:
             self._around.family.drop(host)
 
+    def store_ended(self, meeting: Rendezvous) -> bool:
+        """Return whether the store host of a generation that is not over has ended."""
+        host = self._hosts.get(meeting.host_pid)
+        return host is not None and host.poll() is not None
+
     def close(self) -> None:
         """End the zygote and every store host."""
         self._drop()

@@ -1,0 +1,63 @@
+"""The disk of a job errors for a while: saves are lost, training goes on, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from outlast.checkpoint.policy.manifest import copy_name
+from tests.support.faulty import needs_fuse, with_faults
+from tests.support.launching import Run, is_gone, running, until
+
+STEPS = 40
+SCRIPT = """
+import os, sys, time
+import torch, outlast
+from pathlib import Path
+
+switch, kind, first, last = Path(sys.argv[1]), *sys.argv[2:]
+model = torch.nn.Linear(8, 8)
+options = outlast.CheckpointOptions(non_persistent_save_interval=1)
+with outlast.start(save_interval=2, checkpoints=options) as session:
+    session.restore(model=model)
+    for step in session.steps(STEPS):
+        if step == int(first):
+            switch.with_suffix(".new").write_text(kind)
+            switch.with_suffix(".new").rename(switch)
+        elif step == int(last):
+            switch.unlink(missing_ok=True)
+        time.sleep(0.05)
+""".replace("STEPS", str(STEPS))
+
+
+@needs_fuse
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "hang"])
+def test_an_outage_of_the_disk_is_waited_out(tmp_path: Path, kind: str) -> None:
+    """It takes 12 saves, or lasts from shortly before the end until the ranks have ended."""
+    for name, first, last in (("within", 8, 32), ("end", 36, STEPS)):
+        folder = tmp_path / name
+        behind, mounted, switch = folder / "behind", folder / "run", folder / "outage"
+        behind.mkdir(parents=True)
+        mounted.mkdir()
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        run = Run(mounted, str(script), str(switch), kind, str(first), str(last))
+        run.command = with_faults(run.command, behind, mounted, switch)
+        with running(run):
+            run.folder = behind  # as this process sees it
+            rank = run.pids()[0]
+            if kind == "hang":  # saves wait for it, and so do the ranks in the end
+                until(lambda run=run: "has not answered" in run.console(), run.console)
+                switch.unlink()
+            elif name == "end":
+                until(lambda rank=rank: is_gone(rank), run.console)
+                switch.unlink()
+            assert run.finish() == 0, run.console()
+        (started,) = run.records("generation_started")
+        assert started["generation"] == 1
+        assert run.records("fault_seen") == []
+        assert copy_name(STEPS, 1) in os.listdir(behind / "checkpoints")
+        if name == "within" and kind != "hang":  # nor are the records of the outage in the log
+            assert not {one["step"] for one in run.records("saved")} & set(range(12, 30))
