@@ -154,7 +154,7 @@ def _watch(
         "convicted": hung,
         "named": fault["rank"],
         "right": kind.hang and hung and fault["rank"] in kind.culprits,
-        "basis": fault["evidence"].get("basis", ""),
+        "basis": fault["evidence"].get("found by", ""),
         "found_after": time.monotonic() - played if played else None,
         "said": fault["reason"],
     }

@@ -124,7 +124,7 @@ def judged(kind: str, fault: dict[str, Any], played: dict[str, Any] | None) -> d
         "rank": played["rank"],
         "named": fault["rank"],
         "right": fault["fault"] == "hang" and fault["rank"] == played["rank"],
-        "basis": fault["evidence"].get("basis", ""),
+        "basis": fault["evidence"].get("found by", ""),
         "found_after": fault["clock"] - played["clock"],
         "said": f"rank {played['rank']} hung: {fault['reason']}",
     }

@@ -51,7 +51,7 @@ def test_a_hang_is_found_and_its_culprit_named_on_the_best_evidence(
 ) -> None:
     found = played(tmp_path, kind)
     assert found["right"], found["said"]
-    assert found["found by"] == basis
+    assert found["basis"] == basis
     assert f"(by {basis})" in str(found["said"])
 
 
