@@ -10,7 +10,6 @@ import importlib
 import json
 import logging
 import os
-import pickle
 import pickletools
 import zipfile
 from pathlib import Path
@@ -159,7 +158,7 @@ def step_of(path: Path) -> int | None:
             before = [before[1], value]
             if before[0] == "global_step" and type(value) is int:
                 return value
-    except (OSError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError):
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError):
         return None
     return None
 
