@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from outlast.errors import RunFolderUnusable, SaveFailed
 from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher import runtime
 from outlast.recovery.policy.events import SaveLost
-from tests.support.jobs import Job, mounted, needs_root
+from tests.support.jobs import Job, checkpointer, mounted, needs_root
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -151,3 +152,30 @@ def test_a_save_that_is_due_on_disk_waits_for_room_in_memory(node: Node, small: 
     assert not [one for one in node.records if isinstance(one, SaveLost)]
     node.join(other := Job(9), generation=2)
     assert other.content() == content[5]
+
+
+def test_a_rank_that_waits_for_what_waits_for_room_says_so(node: Node, small: Path) -> None:
+    """Else its agent takes it for hung: no other timeout applies to a wait for storage."""
+    waits: list[float] = []
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        waits.append(time.monotonic() - began)
+
+    job = Job(0)
+    saver = checkpointer(node.durable, records=node.records)
+    saver.through_memory(node.memory, node.saver.ensure, waiting=waiting)
+    saver.restore(job.state)
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    assert saver.durable(1)
+    until(lambda: len(node.stage.free("0")) > 0, "a free buffer")
+    timer = emptied(fill(small))
+    began = time.monotonic()
+    waits.clear()
+    assert saves(saver, job, range(2, 4)) == [True, True]
+    blocked = time.monotonic() - began
+    timer.join()
+    assert blocked > 1.0
+    assert sum(waits) > blocked - 1.0

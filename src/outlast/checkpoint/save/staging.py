@@ -254,7 +254,9 @@ class Stager:
             OSError: it ended, but the writer could not be told.
         """
         self.until_copied()
-        self._wait_for(self._idle)
+        if not self._idle.is_set():  # it may wait for room in memory
+            with self._buffers.waiting():
+                self._wait_for(self._idle)
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
