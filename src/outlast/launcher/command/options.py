@@ -181,14 +181,13 @@ def parse_run(
         raise ScriptNotFound(absent)
     run_id = "" if given.rdzv_id == "none" else given.rdzv_id
     name = folder_name(run_id or name_of_run(script))
-    run_dir = given.run_dir or os.path.join("outlast-runs", name)
     logs = _logs(given, env)
     return LaunchOptions(
         script=script,
         world=world,
         logs=logs,
         config=config,
-        run_dir=run_dir,
+        run_dir=given.run_dir or os.path.join("outlast-runs", name),
         run_id=run_id,
         signals=torchrun_options.signal_names(given.signals_to_handle),
         preload=tuple(given.preload),
@@ -199,7 +198,6 @@ def parse_run(
             *torchrun_options.caveats(given, world.nproc_per_node, logs.template),
             *settings.unknown_variables(env, vars(given)),
             *layouts,
-            *(() if given.run_dir or run_id else _earlier_folder(script, run_dir)),
             *(
                 f"{name} stands after the script, so it is an argument of {script.target}; options of outlast"
                 " run stand before the script"
@@ -337,22 +335,7 @@ def name_of_run(script: ScriptSpec) -> str:
             return settings.name_of_code(runs[1])
         if len(runs) <= len(script.args):
             return re.sub(r"\.(py|sh)$", "", os.path.basename(runs[0]))
-    return _own_name(script)
-
-
-def _own_name(script: ScriptSpec) -> str:
     return re.sub(r"\.py$", "", os.path.basename(script.target.rstrip("/")))
-
-
-def _earlier_folder(script: ScriptSpec, run_dir: str) -> list[str]:
-    """Return a line on the folder that earlier versions used for whatever a program runs."""
-    before = os.path.join("outlast-runs", folder_name(_own_name(script)))
-    if before == run_dir or os.path.exists(run_dir) or not os.path.isdir(before):
-        return []
-    return [
-        f"this run has a folder of its own, {run_dir}; earlier versions used {before} for all scripts of"
-        f" {script.target}: --run-dir {before} goes on with what is there"
-    ]
 
 
 def _overrides(given: argparse.Namespace, env: Mapping[str, str], problems: list[str]) -> dict[str, object]:
