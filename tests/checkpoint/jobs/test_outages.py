@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ options = outlast.CheckpointOptions(non_persistent_save_interval=1)
 with outlast.start(save_interval=2, checkpoints=options) as session:
     session.restore(model=model)
     for step in session.steps(STEPS):
-        if step == int(first):
+        if step == int(first) and not switch.with_suffix(".was").exists():
+            switch.with_suffix(".was").touch()
             switch.with_suffix(".new").write_text(kind)
             switch.with_suffix(".new").rename(switch)
         elif step == int(last):
@@ -61,3 +64,26 @@ def test_an_outage_of_the_disk_is_waited_out(tmp_path: Path, kind: str) -> None:
         assert copy_name(STEPS, 1) in os.listdir(behind / "checkpoints")
         if name == "within" and kind != "hang":  # nor are the records of the outage in the log
             assert not {one["step"] for one in run.records("saved")} & set(range(12, 30))
+
+
+@needs_fuse
+def test_a_restart_in_an_outage_waits_for_the_disk(tmp_path: Path) -> None:
+    behind, mounted, switch = tmp_path / "behind", tmp_path / "run", tmp_path / "outage"
+    behind.mkdir()
+    mounted.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = Run(mounted, str(script), str(switch), "EIO", "8", str(STEPS))
+    run.command = with_faults(run.command, behind, mounted, switch)
+    with running(run):
+        assert run.process is not None
+        process, run.folder = run.process, behind
+        (rank,) = run.pids()
+        until(switch.exists, run.console)
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: "restart-in-job" in run.console(), run.console)
+        tried = time.monotonic() + 1.5  # the logs of the next generation cannot be made at first
+        until(lambda: time.monotonic() > tried or process.poll() is not None, run.console)
+        switch.unlink()
+        assert run.finish() == 0, run.console()
+    assert copy_name(STEPS, 2) in os.listdir(behind / "checkpoints")

@@ -25,6 +25,7 @@ from outlast.launcher.workers.head_start import HeadStart
 from outlast.launcher.workers.processes import Family, Worker
 from outlast.observe.run_folder import RunFolder
 
+_LOGS_EVERY = 1.0  # seconds between two tries to make the logs of a generation
 _LOG_PATIENCE = 2.0  # seconds for what a rank left in its log: it decides who failed first
 
 
@@ -317,7 +318,8 @@ class LogFiles:
     """The log files of a generation; they exist before its ranks are started.
 
     A rank without them would die of it, again and again. While the file system does not answer, nothing is
-    started, and nothing else waits.
+    started, and nothing else waits. An error of it is waited out for ``max_failed_seconds``, but at the first
+    start.
 
     Args:
         mine: what this node has to do with the generation.
@@ -327,7 +329,10 @@ class LogFiles:
     def __init__(self, mine: Assignment, around: LaunchContext) -> None:
         self._outcome: list[RunFolderUnusable | None] = []
         self._wanted = tuple(planned_logs(mine, around).values())
-        self._folder = around.folder
+        self._folder, self._files = around.folder, around.files
+        patience = around.options.config.checkpoints.max_failed_seconds if mine.generation > 1 else 0.0
+        self._again_at = time.monotonic() + _LOGS_EVERY
+        self._until = time.monotonic() + patience
         around.files.hand(self._make)
 
     def there(self) -> bool:
@@ -337,9 +342,16 @@ class LogFiles:
             RunFolderUnusable: there is no room for them.
         """
         trouble = self._outcome[0] if self._outcome else None
-        if trouble is not None:
+        if trouble is None:
+            return bool(self._outcome)
+        now = time.monotonic()
+        if now > self._until or not isinstance(trouble.__cause__, OSError):
             raise trouble
-        return bool(self._outcome)
+        if now > self._again_at:
+            self._again_at = now + _LOGS_EVERY
+            self._outcome.clear()
+            self._files.hand(self._make)
+        return False
 
     def _make(self) -> None:
         try:
