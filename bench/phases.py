@@ -101,8 +101,8 @@ class Disk:
             behind = job.folder / "behind"
             behind.mkdir()
             job.log = behind / "events.jsonl"
-            words = [behind, job.run, self._switch, str(os.getpid())]
-            command = [sys.executable, SCRIPTS / "faulty_files.py", *words]
+            words = (SCRIPTS / "faulty_files.py", behind, job.run, self._switch, os.getpid())
+            command = [sys.executable, *map(str, words)]
             self._server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
             assert self._server.stdout is not None
             if b"mounted" not in self._server.stdout.readline():
