@@ -365,6 +365,19 @@ def test_of_two_ranks_on_gpus_neither_is_the_odd_one_and_of_three_one_is() -> No
     assert verdict(*two, rank(2, gpu=True, stack=READS)).rank == 1
 
 
+def test_a_rank_that_sleeps_in_the_function_in_which_the_others_wait_for_their_gpus_is_named() -> None:
+    """All are in one function: the innermost frames are equal, since what waits is below Python."""
+    spinning = [rank(number, gpu=True, stack=READS, cpu_busy=True) for number in (0, 2, 3)]
+    idle = rank(1, gpu=True, stack=READS)
+    assert verdict(idle, *spinning).rank == 1
+    assert set(verdict(idle, *spinning).waiting) == {0, 2, 3}
+    assert verdict(idle, spinning[0]).rank == 1
+    for others in ([rank(0, gpu=True, stack=READS)], [rank(0, stack=READS, cpu_busy=True)]):
+        assert verdict(idle, *others).rank == -1, (
+            "both do the same; or the other one computes, and waits for nobody"
+        )
+
+
 def test_among_ranks_on_gpus_at_the_same_line_the_one_that_does_not_answer_is_the_odd_one() -> None:
     alike = [rank(number, gpu=True, stack=READS) for number in range(3)]
     assert verdict(*alike, rank(3, gpu=True, stack=())).reason.startswith("rank 3 does not answer")

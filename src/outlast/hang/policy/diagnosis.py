@@ -182,6 +182,17 @@ def _is_odd(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
     return bool(one.stack) and len(places) > 1 and len({*places}) == 1 and one.stack[-1] not in places
 
 
+def _others_spin(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
+    """Say whether all other ranks spin for their GPUs, as ranks do that wait for a peer, and this one rests."""
+    others = [other for other in ranks if other is not one]
+    return (
+        one.gpu
+        and not one.cpu_busy
+        and bool(others)
+        and all(other.gpu and other.cpu_busy for other in others)
+    )
+
+
 _SIGNS = (
     _Sign(
         lambda one, _: one.process_state == "T",
@@ -200,6 +211,10 @@ _SIGNS = (
         lambda one, ranks: one.gpu and _is_odd(one, ranks),
         "is not in the collective of the other ranks",
         BY_STACKS,
+    ),
+    _Sign(
+        _others_spin,
+        "does not wait for its GPU, as the other ranks do",
     ),
     _Sign(
         lambda one, ranks: not one.stack and any(other.stack for other in ranks),
