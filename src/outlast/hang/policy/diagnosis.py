@@ -183,7 +183,7 @@ def _is_odd(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
 
 
 def _others_spin(one: RankEvidence, ranks: Sequence[RankEvidence]) -> bool:
-    """Say whether all other ranks spin for their GPUs, as ranks do that wait for a peer, and this one rests."""
+    """Say whether this rank rests and all others spin for their GPUs, as ranks that wait for a peer do."""
     others = [other for other in ranks if other is not one]
     return (
         one.gpu
