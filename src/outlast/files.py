@@ -21,10 +21,12 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from outlast.errors import RunFolderUnusable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 AnyPath = str | os.PathLike[str]
 T = TypeVar("T")

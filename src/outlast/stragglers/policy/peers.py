@@ -20,13 +20,14 @@ _LEAST = 1e-9  # seconds: stands for a time of nothing
 def references(ordered: Sequence[float]) -> tuple[float, float]:
     """Return the median of the peers without the rank itself: for a rank of the upper half, and of the lower.
 
+    Of an even number of peers it is the one of the two middle ones that is nearer to the rank: the mean is
+    where nobody is, if nearly half of the peers have less to do.
+
     Args:
         ordered: the values of all, at least two, in ascending order.
     """
     middle = len(ordered) // 2
-    if len(ordered) % 2 == 0:
-        return ordered[middle - 1], ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2, (ordered[middle] + ordered[middle + 1]) / 2
+    return ordered[middle - 1 if len(ordered) % 2 == 0 else middle], ordered[middle]
 
 
 def spread(ordered: Sequence[float]) -> float:
