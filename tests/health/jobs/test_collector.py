@@ -172,7 +172,10 @@ class TestTrouble:
     def test_fewer_devices_than_before(self, node: Node, driver: StandIn) -> None:
         node.device(1)
         driver.put(-1, count=1)
-        assert node.device(1, error=True).error == "NVML counts 1 devices, 2 before"
+        node.wait(
+            lambda one: isinstance(one, DeviceSample) and one.error == "NVML counts 1 devices, 2 before",
+            "the missing device",  # a look that had begun before finds no handle
+        )
 
     def test_a_device_that_is_gone_after_a_restart_is_reported_by_its_uuid(
         self, node: Node, driver: StandIn

@@ -193,7 +193,7 @@ def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: P
             run.process.kill()
             run.process.wait()
             assert not is_locked(run.folder / "lock")
-            assert state_of(writer) == "T"
+            until(lambda: state_of(writer) == "T", "the writer to stand still")
     finally:
         for descriptor in held.values():
             with contextlib.suppress(ProcessLookupError):
