@@ -112,7 +112,7 @@ def make_folder(folder: AnyPath, private: bool) -> None:
 
 
 def make_below(base: Path, folder: Path) -> None:
-    """Make a folder and those between it and a base, which must be there: it may have been moved away.
+    """Make a folder and its parents up to a base, which must exist: it may have been moved away.
 
     Raises:
         OSError: the file system refused, or there is no base.

@@ -224,7 +224,7 @@ class RunFolder:
             return self._place is not None and _place_of(self.root) != self._place
         except FileNotFoundError:
             return True
-        except OSError:  # an outage is told by those who write
+        except OSError:  # whoever writes there reports the outage
             return False
 
     def recall(self) -> dict[str, Any] | None:

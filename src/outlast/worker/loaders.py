@@ -33,8 +33,8 @@ class Loaders:
     def begin(self) -> None:
         """Put the random states back if the script has made iterators and taken batches from them.
 
-        An iterator of which no batch was taken begins an epoch: the run without the fault drew its seed after
-        this step, too.
+        An iterator that has given no batch begins an epoch: its seed was drawn after this step without the
+        fault, too, so the draw counts.
         """
         if capture_random() == self._random:
             return

@@ -402,7 +402,7 @@ class CopyCommitter:
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
 
     def _on_disk(self) -> Collection[str]:
-        """Return the copies on disk; none where it does not say so, and a write finds what is there."""
+        """Return the copies on disk; none while the disk does not answer: a write looks again."""
         try:
             return self._tier.names()
         except OSError:

@@ -70,7 +70,7 @@ class Post:
         token: what all agents of the job know; "" only on a loopback address. It should be random: a
             peer that is dialled learns a proof, and may test guesses of the token with it.
         security: files for TLS; None: no TLS.
-        patience: seconds for a connection to come about, greeting included; then it is closed.
+        patience: seconds to connect and to authenticate; then it is closed.
 
     Raises:
         UsageError: there is no name, or no token where others than this host can connect.

@@ -67,7 +67,7 @@ class Loop:
 
     Args:
         listeners: closed by the loop.
-        patience: seconds for a connection to come about, greeting included.
+        patience: seconds to connect and to authenticate.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], patience: float) -> None:
