@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,3 +49,18 @@ def test_a_command_whose_reader_has_gone_ends_quietly(command: str, tmp_path: Pa
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("command", ["--version", "completion bash", "report RUN", "top RUN --once"])
+def test_a_command_whose_streams_are_closed_ends_quietly(command: str, closed: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(LOG, tmp_path / "run" / "events.jsonl")
+    words = [str(tmp_path / "run") if word == "RUN" else word for word in command.split()]
+    done = subprocess.run(
+        ["sh", "-c", f"exec {shlex.join([sys.executable, '-m', 'outlast', *words])} {closed}"],
+        capture_output=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -209,6 +209,11 @@ _UNREAD = ExitCode.SIGNAL_BASE + signal.SIGPIPE  # as of a Unix tool that SIGPIP
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one command and return its exit code; it ends quietly when nobody reads what it prints."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it, as with >&-
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
     try:
         code = _carry_out(given)
         sys.stdout.flush()

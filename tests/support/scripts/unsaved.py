@@ -1,7 +1,8 @@
-"""Train each kind of script to a number of steps; unsaved.py RUN_DIR STEPS."""
+"""Train each kind of script to a number of steps; STEPS=N unsaved.py RUN_DIR."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -138,7 +139,7 @@ def train(name: str) -> None:
     modules = [one for one in (state.get("model"), act(0)) if isinstance(one, torch.nn.Module)][:1]
     with outlast.start(sys.argv[1], name=name, save_interval=4) as session:
         begun = session.restore(**state)
-        for step in session.steps(int(sys.argv[2])):
+        for step in session.steps(int(os.environ["STEPS"])):
             act(step)
             for one in modules:
                 one(torch.ones(3, 4) * step).square().mean().backward()

@@ -21,7 +21,7 @@ AFTER_A_LOAD = {
 
 def heard(folder: Path, steps: int) -> tuple[dict[str, list[str]], str]:
     """Return the warnings of each kind of script, and the output."""
-    done = warm.run([SCRIPTS / "unsaved.py", folder, str(steps)], timeout=DEADLINE)
+    done = warm.run([SCRIPTS / "unsaved.py", folder], DEADLINE, {"STEPS": str(steps)})
     assert done.returncode == 0, done.stderr
     parts = [part.splitlines() for part in done.stderr.split("== ")[1:]]
     return {name: lines for name, *lines in parts}, done.stdout
