@@ -10,6 +10,7 @@ from outlast.cluster.policy.codec import MessageError
 from outlast.cluster.policy.contacts import BEACON_EVERY
 from outlast.cluster.policy.events import (
     JoinRejected,
+    Lived,
     Log,
     Order,
     Ping,
@@ -28,6 +29,7 @@ from outlast.cluster.policy.messages import (
     Assignment,
     Beacon,
     BlameNotice,
+    Ending,
     EventBatch,
     Join,
     JoinAccepted,
@@ -333,6 +335,14 @@ def test_an_agent_that_seeks_the_leader_knocks_where_a_beacon_in_the_folder_chan
     assert (order.address, type(order.message)) == ("n0:9", Join)
     assert node.read(None, 1004.0) == []
     assert node.beacon(1004.0) is None
+
+
+def test_a_node_that_reads_how_its_job_ended_without_it_has_lived() -> None:
+    follower = _following()
+    end = Ending(0, "every rank has ended")
+    beacon = Beacon("run", 2, follower.session, "n0:9", 1, end)
+    assert follower.read(beacon, 1001.2) == [], "the leader is in contact"
+    assert follower.read(beacon, 1060.0) == [Lived("n1"), end]
     follower = _following()
     follower.read(replace(beacon, session="n9#1"), 1001.2)
     assert follower.read(replace(beacon, session="n9#1", beat=2), 1001.4) == []

@@ -162,6 +162,20 @@ def test_a_node_that_comes_back_is_in_burn_in_and_says_so(tmp_path: Path) -> Non
     assert [one["what"] for one in node.ledger()].count("repair") == 1
 
 
+@pytest.mark.parametrize(
+    ("ago", "kind", "withdrawn"), [(0.0, "lost", 1), (7200.0, "lost", 0), (0.0, "corrupt", 0)]
+)
+def test_a_node_that_read_how_the_job_ended_withdraws_a_loss_of_this_job_only(
+    tmp_path: Path, ago: float, kind: str, withdrawn: int
+) -> None:
+    node = Node(tmp_path)
+    (tmp_path / "ledger").mkdir()
+    fault = Entry(time.time() - ago, "n1", What.FAULT, kind)
+    (tmp_path / "ledger" / "n2.jsonl").write_text(fault.to_line() + "\n")
+    node.health.lived("n1")
+    assert [one["what"] for one in node.ledger()].count("lived") == withdrawn
+
+
 def test_the_weighted_score_saves_and_never_drains(tmp_path: Path) -> None:
     node = Node(tmp_path, mode="act", model="weighted", risk_threshold=0.1, threshold_frac=0.25)
     age(node, 300.0)

@@ -141,7 +141,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class Lived:
-    """A node that was lost is back with the same agent: it was paused or cut off."""
+    """A node that was lost is back with the same agent: it was paused or cut off.
+
+    A node orders it of itself where it has read how the job ended without it: it may have been lost.
+    """
 
     node: str
 

@@ -23,6 +23,7 @@ from outlast.cluster.policy.events import (
     HoldRanks,
     JoinRejected,
     LeadOutcome,
+    Lived,
     Log,
     NodeEvent,
     Order,
@@ -383,7 +384,7 @@ class ClusterNode:
         if found is not None and found.end is not None:
             ours = found.session == self.session and self._out_of_contact(now)
             self._dismissed = self._dismissed or ours
-            return [found.end] if ours else []
+            return [Lived(self._me.name), found.end] if ours else []
         runs = self._beacons.runs(found, self.session, now)
         if self.leader_state is not None:
             self.leader_state.lead.wait_until(self._beacons.until)

@@ -20,7 +20,7 @@ from outlast.health.agent.node_ledger import NodeLedger
 from outlast.health.policy import weighted
 from outlast.health.policy.emergency import Decision, Do, Emergency, Filter, Tier, Work
 from outlast.health.policy.hazard import DEFAULT, BadModel, HazardModel, model_of
-from outlast.health.policy.ledger import Entry, Ledger, State, What
+from outlast.health.policy.ledger import Entry, Ledger, State, What, is_loss
 from outlast.health.policy.monitor import Alert, Health, Risk
 from outlast.health.policy.telemetry import DeviceSample, Sample
 from outlast.health.policy.weighted import Scored, Weighted
@@ -70,7 +70,7 @@ class NodeHealth:
         self._metrics = own / METRICS
         self._ledger = NodeLedger(Path(options.ledger or root / LEDGER), node, self._say_later)
         self._later: list[str] = []
-        now = time.time()
+        now = self._began = time.time()
         self._health = Health(node, _model(options.model_file), options.horizon, now - time.monotonic())
         self._weighted = None
         if options.model == "weighted":
@@ -144,9 +144,21 @@ class NodeHealth:
             self._write(entry)
 
     def lived(self, node: str) -> None:
-        """Write that a node that was lost has lived: its loss counts no more."""
+        """Write that a node that was lost has lived: its loss counts no more.
+
+        This node itself writes it only if it was lost since its agent has started.
+        """
         reason = "it was paused or cut off, and is back with the same agent"
-        self._write(Entry(time.time(), node, What.LIVED, FaultKind.LOST.value, "", reason))
+        entry = Entry(time.time(), node, What.LIVED, FaultKind.LOST.value, "", reason)
+        if node != self._node:
+            self._write(entry)
+        else:
+            self._files.hand(lambda: self._write_if_lost(entry), patience=0.0)
+
+    def _write_if_lost(self, entry: Entry) -> None:
+        ledger = self._ledger.read(self._options.quarantine_after)
+        if any(one.time >= self._began for one in ledger.entries(self._node) if is_loss(one)):
+            self._ledger.append(entry)
 
     def look(self, samples: Sequence[Sample], generation: int, step: int) -> list[Decision]:
         """Judge the node, and return what to do about it.

@@ -123,7 +123,8 @@ def in_quarantine(last_choice: str) -> bool:
     return last_choice.startswith(f"{State.QUARANTINE.value}:")
 
 
-def _is_loss(entry: Entry) -> bool:
+def is_loss(entry: Entry) -> bool:
+    """Return whether a node was lost."""
     return entry.what is What.FAULT and entry.kind == FaultKind.LOST.value
 
 
@@ -147,7 +148,7 @@ class Ledger:
             mine = self._by_node.setdefault(one.node, [])
             mine.append(one)
             if one.what is What.LIVED:
-                at = max((at for at, each in enumerate(mine) if _is_loss(each)), default=-1)
+                at = max((at for at, each in enumerate(mine) if is_loss(each)), default=-1)
                 if at >= 0:
                     del mine[at]
                     latest.pop(one.node)
