@@ -50,6 +50,11 @@ _KINDS = {
 }
 
 
+def is_outage(error: BaseException) -> bool:
+    """Return whether a file system refused for a reason that may pass by itself."""
+    return isinstance(error, OSError) and error.errno in OUTAGE
+
+
 def make_private(folder: AnyPath) -> None:
     """Make a private folder and those above it that are missing; one that is there must be private.
 

@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.manifest import copy_name, place_of
 from tests.support.faulty import needs_fuse, with_faults
-from tests.support.launching import Run, is_gone, running, until
+from tests.support.launching import DEADLINE, Run, is_gone, running, until
 
 STEPS = 40
+ALONE = """
+import os, signal, sys, time
+import torch, outlast
+from pathlib import Path
+
+run, switch, out = map(Path, sys.argv[1:])
+dies = not out.exists()
+model = torch.nn.Linear(8, 8)
+options = outlast.CheckpointOptions(non_persistent_save_interval=1, timeout=20)
+with outlast.start(run, save_interval=2, checkpoints=options) as session:
+    begun = session.restore(model=model)
+    for step in session.steps(40):
+        if step == 8 and dies:
+            switch.with_suffix(".new").write_text("ENOSPC")
+            switch.with_suffix(".new").rename(switch)
+        elif step == 12 and dies:
+            out.write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif step == 20:
+            switch.unlink()
+        time.sleep(0.05)
+out.write_text(str(begun))
+"""
 SCRIPT = """
 import os, sys, time
 import torch, outlast
@@ -87,3 +113,21 @@ def test_a_restart_in_an_outage_waits_for_the_disk(tmp_path: Path) -> None:
         switch.unlink()
         assert run.finish() == 0, run.console()
     assert copy_name(STEPS, 2) in os.listdir(behind / "checkpoints")
+
+
+@needs_fuse
+def test_a_writer_that_waits_for_room_ends_where_the_next_start_has_its_own(tmp_path: Path) -> None:
+    """A script without a launcher dies while the disk of its checkpoints is full, and is started again."""
+    behind, mounted, switch = tmp_path / "behind", tmp_path / "mounted", tmp_path / "outage"
+    behind.mkdir()
+    mounted.mkdir()
+    script, out, run = tmp_path / "script.py", tmp_path / "begun", tmp_path / "run"
+    script.write_text(ALONE)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(mounted)
+    words = [shlex.join([sys.executable, str(script), str(run), str(switch), str(out)])] * 2
+    command = with_faults(["sh", "-c", "; ".join(words)], behind, mounted, switch)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(out.read_text()) >= 11
+    assert max(place_of(name)[0] for name in os.listdir(behind) if name.startswith("step-")) > 20

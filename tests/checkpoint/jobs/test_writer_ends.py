@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from outlast.checkpoint.checkpointer import Checkpointer
-from outlast.checkpoint.policy.manifest import COMMIT, Manifest, copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -37,7 +38,8 @@ class Pair:
         self.durable = tmp_path / "checkpoints"
         self.memory = MemoryFolder(tmp_path / "memory")
         self.stage = Stage(self.memory.root)
-        self.saver = saver_process(self.memory.root, tmp_path / "events.jsonl")
+        self.events = tmp_path / "events.jsonl"
+        self.saver = saver_process(self.memory.root, self.events)
 
     def join(self, jobs: list[Job], generation: int = 1) -> list[Any]:
         """Restore as every rank; return what each got, a checkpointer or an error."""
@@ -103,6 +105,23 @@ def test_a_state_that_no_rank_completes_does_not_hold_the_saver(pair: Pair) -> N
     until(pair.saver.ended, "the end of the saver")
     assert os.listdir(pair.durable) == [copy_name(1, 1)]
     assert not pair.memory.root.exists()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "gone"])
+def test_a_last_copy_that_is_damaged_in_memory_is_not_written_again(pair: Pair, damage: str) -> None:
+    jobs = [Job(0), Job(1)]
+    savers = pair.join(jobs)
+    save(savers, jobs, 1)
+    until((pair.stage.tier.folder / copy_name(1, 1)).exists, "step 1 in memory")
+    if damage == "gone":
+        (pair.stage.tier.folder / copy_name(1, 1) / "rank-00001-of-00002.safetensors").unlink()
+    else:
+        os.truncate(pair.stage.tier.folder / copy_name(1, 1) / MANIFEST, 63)
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
+    lost = [json.loads(line) for line in pair.events.read_text().splitlines()]
+    assert [one["step"] for one in lost if one["kind"] == "save_lost"] == [1]
+    assert not any("written again" in one["reason"] for one in lost if one["kind"] == "note")
 
 
 def test_memory_stays_until_the_copy_on_disk_is_whole(pair: Pair) -> None:

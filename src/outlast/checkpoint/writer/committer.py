@@ -224,6 +224,7 @@ class CopyCommitter:
         self._tier = DirectoryTier(members.tier, lease=lease)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
+        self.succeeded = False  # the writer of another owner waits for the end of this one
         self._over = False
         self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
         self._failing_since = time.monotonic() - status.failing
@@ -569,7 +570,7 @@ class CopyCommitter:
         name = done.task.name
         record = self._wanted.pop(name, None) or {"step": place_of(name)[0]}
         before = self.status
-        if done.error and self._tries_again(name, done.error):
+        if done.outage and self._tries_again(name, done.error):
             self._wanted[name] = record
             return
         if done.error:
@@ -583,10 +584,10 @@ class CopyCommitter:
     def _tries_again(self, name: str, error: str) -> bool:
         """Return whether a copy that the disk refused is written again: the last one, for some time."""
         now = time.monotonic()
-        if not self._over or name not in self._newest() or now > self._over_at + self.members.patience:
+        patience = 0.0 if self.succeeded else self.members.patience
+        if not self._over or name not in self._newest() or now > self._over_at + patience:
             return False
         if not self._next_try:
-            patience = self.members.patience
             self._record(Note, reason=f"{error}: {name}, the last copy, is written again for {patience:g} s")
         self._next_try = now + _TRY_EVERY
         return True

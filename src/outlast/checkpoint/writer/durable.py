@@ -29,6 +29,7 @@ from outlast.checkpoint.tiers.remote import Remote, content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError
 from outlast.fields import DamagedCopy
+from outlast.files import is_outage
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class Done:
         task: which.
         value: what its job returned.
         error: why it did not; empty: it did.
+        outage: the file system refused, and may not refuse a while later.
     """
 
     task: Task
     value: Any = None
     error: str = ""
+    outage: bool = False
 
 
 class Tasks:
@@ -104,7 +107,8 @@ class Tasks:
                 done = Done(task, task.job())
             except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next task may go well
                 known = isinstance(error, (OSError, OutlastError))
-                done = Done(task, error=str(error) if known else f"{type(error).__name__}: {error}")
+                words = str(error) if known else f"{type(error).__name__}: {error}"
+                done = Done(task, error=words, outage=is_outage(error))
             self._results.put(done)
             self.done()
 

@@ -128,15 +128,21 @@ class Service:
 
     def _finished(self) -> bool:
         """Bring what is left to disk; return whether it is there."""
-        if self._keeper is None:
+        keeper = self._keeper
+        if keeper is None:
             return True
         try:
-            self._keeper.finish()
-            waits = time.monotonic() < self._until and self._keeper.incomplete
-            return self._keeper.idle and not waits
+            said = (
+                self._folder.members()
+            )  # ranks of the next owner write theirs: its writer waits for this one
+            keeper.succeeded = said is not None and said.session != keeper.members.session
+            keeper.finish()
+            waits = time.monotonic() < self._until and keeper.incomplete
+            return keeper.idle and not waits
         except OSError as error:
             self._refused_by_files(error)
-            return time.monotonic() > self._until + self._keeper.members.patience
+            patience = keeper.members.patience if files.is_outage(error) and not keeper.succeeded else 0.0
+            return time.monotonic() > self._until + patience
 
     def _keeper_of(self, members: Members) -> CopyCommitter:
         status = self._said if self._keeper is None else self._keeper.status
