@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from outlast.checkpoint.load import restorer
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from tests.support import ckpt_run
-from tests.support.jobs import DEADLINE, Job, mounted, needs_root
+from tests.support.jobs import DEADLINE, Job, checkpointer, mounted, needs_root, save_steps
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 from tests.support.teams import Team
@@ -143,3 +146,23 @@ def test_a_clock_that_is_wrong_changes_nothing_about_which_copy_is_loaded(tmp_pa
         ["faketime", "-f", skew, *words], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.stdout.split()[-1] == str(max(contents)), done.stderr
+
+
+def test_a_copy_that_its_writer_removes_while_a_rank_looks_at_it_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    content = save_steps(folder, 10, 20)
+    opened = DirectoryTier.open
+
+    def removed(tier: DirectoryTier, name: str) -> contextlib.AbstractContextManager[CopyFolder]:
+        if name == copy_name(10, 1):
+            shutil.rmtree(tier.folder / name, ignore_errors=True)
+        return opened(tier, name)
+
+    monkeypatch.setattr(restorer, "OUTAGE_SECONDS", math.inf)
+    monkeypatch.setattr(DirectoryTier, "open", removed)
+    job = Job(9)
+    restored = checkpointer(folder, generation=2).restore(job.state)
+    assert restored is not None
+    assert (restored.step, job.content()) == (20, content[20])

@@ -268,9 +268,12 @@ class Restorer:
 
         deadline = time.monotonic() + OUTAGE_SECONDS  # for all of it
 
-        def seen(each: DirectoryTier, name: str) -> Copy:
+        def seen(each: DirectoryTier, name: str) -> Copy | None:
             found = inspect_for(each, name, rank, world_size)
             while found.state is CopyState.UNREADABLE and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    if name not in each.names():  # its writer has removed it since
+                        return None
                 time.sleep(_POLL)  # what is passed over now is off the path of what is saved next
                 found = inspect_for(each, name, rank, world_size)
             return replace(found, tier=each.name)
@@ -280,7 +283,7 @@ class Restorer:
             for each in around.tiers:
                 for name in when_there_is_room(each.names, OUTAGE_SECONDS, passing=OUTAGE):
                     found = seen(each, name)
-                    if not serves(found, rank, world_size):
+                    if found is None or not serves(found, rank, world_size):
                         continue
                     copies[name] = preferred([copies[name], found], marks) if name in copies else found
             return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
