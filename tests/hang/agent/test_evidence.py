@@ -64,13 +64,15 @@ def test_ranks_that_were_stopped_and_run_now_are_known() -> None:
 INSIDE = (GroupState("0", (0, 1), 62, 62),)
 
 
-def steadiness(*places: tuple[bool, tuple[GroupState, ...] | None]) -> list[int]:
+def steadiness(*places: tuple[bool, tuple[GroupState, ...] | None], every: float = 1.0) -> list[int]:
     """Look at an idle rank once at each place; return for how many looks it had done nothing."""
     looks = Looks()
-    return [
-        looks.compare(1, _Look((0, 1, 1), 1.0, Count(), 1.1, quiet=True, waiting=waiting, groups=groups))[0]
-        for waiting, groups in places
-    ]
+    found = []
+    for number, (waiting, groups) in enumerate(places):
+        at = number * every
+        look = _Look((0, 1, 1), at, Count(), at + 0.1, quiet=True, waiting=waiting, groups=groups)
+        found.append(looks.compare(1, look)[0])
+    return found
 
 
 def test_a_rank_that_has_just_entered_a_collective_has_done_something() -> None:
@@ -78,6 +80,11 @@ def test_a_rank_that_has_just_entered_a_collective_has_done_something() -> None:
     before = (GroupState("0", (0, 1), 61),)
     assert steadiness((False, before), (False, before), (True, INSIDE), (True, INSIDE)) == [1, 2, 0, 1]
     assert steadiness((False, None), (True, None), (True, None), (True, INSIDE)) == [1, 0, 1, 2]
+
+
+def test_a_look_right_after_another_one_proves_nothing() -> None:
+    """The time of a second rank may be over a moment after that of the first."""
+    assert steadiness(*[(False, INSIDE)] * 4, every=0.3) == [1, 1, 2, 2]
 
 
 def test_a_rank_whose_interpreter_ends_is_not_killed_by_being_asked_for_its_stacks(tmp_path: Path) -> None:

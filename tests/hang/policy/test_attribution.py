@@ -261,7 +261,7 @@ NAMED = Verdict(1, "x", (0,))
 @pytest.mark.parametrize(
     ("doing", "fields", "limit"),
     [
-        (Doing.SLEEPS, {"steady": LOOKS_BEHIND}, 0.0),
+        (Doing.SLEEPS, {"steady": LOOKS_BEHIND}, 10.0),
         (Doing.NOTHING, {"steady": LOOKS_BEHIND}, 0.0),
         (Doing.COLLECTIVE, {"steady": LOOKS_BEHIND}, 0.0),  # it is in another one than all others
         (Doing.SLEEPS, {"steady": LOOKS_BEHIND - 1}, 300.0),

@@ -40,7 +40,7 @@ def judged(doing: Doing, waited: float, missed: bool, **fields: Any) -> bool:
         (Doing.LOADER, {"steady": 9}, True, 1800.0),
         (Doing.CHILD, {"steady": 9}, True, 1800.0),
         (Doing.DEBUGGED, {"steady": 9}, True, 1800.0),
-        (Doing.SLEEPS, {"steady": LOOKS_BEHIND}, True, 0.0),
+        (Doing.SLEEPS, {"steady": LOOKS_BEHIND}, True, 10.0),  # it may try something again
         (Doing.SLEEPS, {"steady": LOOKS_BEHIND - 1}, True, 300.0),
         (Doing.SLEEPS, {"steady": 99}, False, 1800.0),
         (Doing.NOTHING, {"steady": LOOKS_BEHIND}, True, 0.0),

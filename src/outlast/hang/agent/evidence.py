@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import files
-from outlast.hang.policy.diagnosis import RankEvidence, is_waiting
+from outlast.hang.policy.diagnosis import SHORTEST, RankEvidence, is_waiting
 from outlast.hang.policy.rank_state import Call, Facts, GroupState, doing_of
 from outlast.ipc.heartbeat_page import RankHeartbeat
 from outlast.ipc.processes import (
@@ -257,11 +257,14 @@ class Looks:
         """Return in how many consecutive looks a rank was idle, and whether its stack changed.
 
         A rank that has entered another collective has done something, however little: it may have come out of
-        a pause just now, and the collective that all ranks are in now is not over yet.
+        a pause just now, and the collective that all ranks are in now is not over yet. A look right after
+        another one, because the time of another rank is over, proves nothing and is not counted.
         """
         before = self._last.get(rank)
         if before is None or before.heartbeat != now.heartbeat:
             now.steady, now.moved = int(now.quiet), False
+        elif now.began < before.ended + SHORTEST:
+            return before.steady, before.moved
         else:
             seconds = max(now.began - before.ended, 0.01)
             idle = now.gpu or now.before.ran - before.after.ran < _IDLE_SHARE * seconds

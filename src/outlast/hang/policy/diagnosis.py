@@ -329,6 +329,9 @@ LOOKS_BEHIND = 2  # looks in a row without a sign of work, of a rank that others
 LOOKS_ALONE = 4  # the same, of ranks that nobody waits for
 SHORTEST = 0.5  # seconds to the second look
 LONGEST = 30.0  # seconds between two looks
+ASLEEP = (
+    10.0  # seconds beyond the timeout that a rank may sleep while others wait, as one that tries again may
+)
 TIMES_LONG = 6.0  # times the patience for ranks that are busy and keep others waiting: 1800 s by default
 _QUIET = frozenset({Doing.NOTHING, Doing.SLEEPS, Doing.COLLECTIVE})
 
@@ -401,9 +404,9 @@ def rule(case: Case) -> Ruling:
         return Ruling(True)
     spared = [one for one in suspects if case.beyond(allowed[one.rank]) == longest]
     look_in = min(max(SHORTEST, waited / 2), LONGEST, max(longest - waited, SHORTEST))
-    if all(one.steady for one in spared):
+    if all(0 < one.steady < LOOKS_ALONE for one in spared):
         look_in = min(look_in, 2 * SHORTEST)
-    return Ruling(False, _words(spared, longest), look_in)
+    return Ruling(False, _words(spared, longest, case), look_in)
 
 
 def _rule_elsewhere(case: Case) -> Ruling:
@@ -428,7 +431,9 @@ def _allowed(one: RankEvidence, case: Case) -> float:
     if case.waits_elsewhere(one):
         return patience  # the node of the culprit has the evidence about it
     if case.missed or one.doing is Doing.COLLECTIVE:
-        return 0.0 if one.steady >= LOOKS_BEHIND else patience
+        if one.steady < LOOKS_BEHIND:
+            return patience
+        return min(ASLEEP, patience) if one.doing is Doing.SLEEPS else 0.0
     if one.doing is Doing.NOTHING and one.steady >= LOOKS_ALONE and not one.moved:
         return 0.0
     return TIMES_LONG * patience
@@ -440,10 +445,12 @@ def _computes_on_gpu(one: RankEvidence) -> bool:
     return one.gpu and one.doing is Doing.NOTHING and one.cpu_busy and known
 
 
-def _words(spared: Sequence[RankEvidence], allowed: float) -> str:
+def _words(spared: Sequence[RankEvidence], allowed: float, case: Case) -> str:
     """Return what ranks with more time do, and how much they have."""
     some = spared[:4]
     does = "; ".join(f"rank {one.rank} {one.doing.value}" for one in some)
     more = f" (and {len(spared) - len(some)} more)" if len(spared) > len(some) else ""
+    if all(one.doing in _QUIET and one.steady < LOOKS_BEHIND for one in spared) and case.missed:
+        return f"{does}{more}: this is a hang if nothing has changed at the next looks"
     limit = "while it does" if math.isinf(allowed) else f"to {allowed:.0f} s of silence"
     return f"{does}{more}: the hang timeout is extended {limit}"
