@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -363,3 +364,33 @@ def test_the_latest_record_of_a_kind_is_found_from_the_end(
         patch.setattr("outlast.observe.recorder._BLOCK", block)
         found = latest(path, RunStarted)
     assert (None if found is None else found.command[1]) == (None if wanted is None else str(wanted))
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("kinds", "wanted"), [("", None), ("rs", 0), ("srr", None), ("rsrss", 2), ("rsrr", 0)]
+)
+def test_the_latest_record_in_front_of_one_of_another_kind_is_found(
+    kinds: str, wanted: int | None, block: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(path)
+    recorder.record(progress(0))
+    for number, kind in enumerate(kinds):
+        start = RunStarted(1.0, 1.0, number, "r", "n", 1, "b", ("t.py",), 1, "")
+        recorder.record(start if kind == "r" else Saved(1.0, 1.0, number, 1, "step-1", 1, 0.1, "due"))
+    monkeypatch.setattr("outlast.observe.recorder._BLOCK", block)
+    found = latest(path, RunStarted, before=Saved)
+    assert (None if found is None else found.generation) == wanted
+
+
+@pytest.mark.timeout(60)
+def test_of_a_line_of_any_length_only_so_much_is_held(path: Path) -> None:
+    with open(path, "wb") as file:
+        for _ in range(64):
+            file.write(b"a" * (1 << 20))
+    tracemalloc.start()
+    try:
+        assert latest(path, RunStarted) is None
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -9,7 +9,9 @@ import pytest
 
 import outlast
 from outlast.errors import RunFolderUnusable
+from outlast.observe.recorder import Recorder
 from outlast.observe.run_folder import RunFolder
+from outlast.recovery.policy.events import RunStarted, Saved
 
 
 def opened(path: Path) -> RunFolder:
@@ -49,3 +51,34 @@ def test_a_state_of_another_format_is_refused_by_the_version_that_wrote_it(tmp_p
         RunFolderUnusable, match=r"job_state.json: its format is 7 \(written by outlast 0.0.4\)"
     ):
         folder.recall()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("a+", "a", ""),
+        ("a+", "b", "a"),
+        ("a+ b", "a", ""),
+        ("a+ b", "b", "a"),
+        ("a+ b b", "c", "a"),
+        ("a+ b+", "b", ""),
+        ("a+ b+ c", "a", "b"),
+        ("a b", "b", ""),  # the launch that saved is not in the log
+        ("a b", "a", "b"),
+        ("", "a", ""),
+    ],
+)
+def test_a_launch_is_compared_with_the_newest_one_that_saved(
+    tmp_path: Path, before: str, now: str, named: str
+) -> None:
+    folder = opened(tmp_path)
+    (folder.checkpoints / "step-000000005.g1").mkdir(parents=True)
+    recorder = Recorder(folder.events)
+    for number, launch in enumerate(before.split()):
+        command = (f"/{launch[0]}.py", "--lr", "1")
+        recorder.record(RunStarted(1.0, 1.0, number, "r", "n", 1, "b", command, 1, ""))
+        if launch.endswith("+"):
+            for step in (4, 5):
+                recorder.record(Saved(1.0, 1.0, number, step, f"step-{step}", 1, 0.1, "due"))
+    differs = folder.other_launch((f"/{now}.py", "--lr", "1"))
+    assert [name for name in "abc" if f"/{name}.py" in differs] == sorted({named, now} if named else ())

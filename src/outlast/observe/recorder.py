@@ -185,30 +185,45 @@ def read(path: str | os.PathLike[str]) -> Log:
     return Log(tuple(records), tuple(unknown), skipped)
 
 
-def latest(path: str | os.PathLike[str], kind: type[_R]) -> _R | None:
+def latest(path: str | os.PathLike[str], kind: type[_R], before: type[Record] | None = None) -> _R | None:
     """Return the latest record of a kind in a log; None: there is none near its end.
 
-    Other records are not decoded.
+    Other records are not decoded. Of a line of more than 16 MiB only a part is held.
+
+    Args:
+        path: the log.
+        kind: of the record.
+        before: only what is in front of the latest record of this kind counts.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.
     """
-    name = next(name for name, each in codec.KINDS.items() if each is kind)
-    marked = f'"kind":"{name}"'.encode()
+    wanted: list[type[Record]] = [kind] if before is None else [kind, before]
     with open(open_regular(path, follow=True), "rb") as file:
         at = file.seek(0, os.SEEK_END)
         least, rest = max(0, at - _MOST_BEFORE_END), b""
+        marked = _mark_of(wanted[-1])
         while at > least:
             begin = max(least, at - _BLOCK)
             file.seek(begin)
             lines = (file.read(at - begin) + rest).split(b"\n")
-            at, rest = begin, lines[0] if begin else b""
+            at, rest = begin, lines[0] if begin and len(lines[0]) <= _MOST_LINE_BYTES else b""
             for line in reversed(lines[1:] if begin else lines):
-                if marked in line:
-                    found, _ = decode_line(line)
-                    if isinstance(found, kind):
-                        return found
+                if marked not in line:
+                    continue
+                found, _ = decode_line(line)
+                if not isinstance(found, wanted[-1]):
+                    continue
+                if isinstance(found, kind):
+                    return found
+                wanted.pop()
+                marked = _mark_of(kind)
     return None
+
+
+def _mark_of(kind: type[Record]) -> bytes:
+    """Return the part of a line that names its kind."""
+    return f'"kind":"{next(name for name, each in codec.KINDS.items() if each is kind)}"'.encode()
 
 
 def decode_line(line: bytes) -> tuple[Record | codec.Unknown | None, bool]:

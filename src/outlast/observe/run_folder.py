@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.manifest import is_training, parse_copy_name
 from outlast.errors import RunFolderBusy, RunFolderUnusable
 from outlast.observe import recorder
 from outlast.observe.policy.launches import arguments_that_differ, unwrapped
-from outlast.recovery.policy.events import RunStarted
+from outlast.recovery.policy.events import RunStarted, Saved
 
 FORMAT = 1  # of run.json and job_state.json; what another version wrote is refused, never guessed at
 WRITER = {"format": FORMAT, "outlast": VERSION}
@@ -257,15 +257,21 @@ class RunFolder:
         return max(one for one in found if one < _MOST_GENERATION)
 
     def other_launch(self, command: Sequence[str]) -> str:
-        """Return how a launch differs from the one before it, whose checkpoints are here; empty: it does not.
+        """Return how a launch differs from the one that made the checkpoints here; empty: it does not.
+
+        That is the newest one that saved, or, where the log has none, the newest one.
 
         Args:
             command: program and arguments of this launch.
         """
+        if not command or not self._copies():
+            return ""
         before: tuple[str, ...] = ()
         with contextlib.suppress(OSError):
-            before = getattr(recorder.latest(self.events, RunStarted), "command", ())
-        if not before or not self._copies() or not command:
+            saved = recorder.latest(self.events, RunStarted, before=Saved)
+            found = saved or recorder.latest(self.events, RunStarted)
+            before = () if found is None else found.command
+        if not before:
             return ""
         then, now = unwrapped(before), unwrapped(command)
         if os.path.realpath(then[0]) != os.path.realpath(now[0]):
@@ -275,9 +281,9 @@ class RunFolder:
             )
         if any(one.endswith(recorder.CUT) for one in before):
             return ""
-        found = arguments_that_differ(then[1:], now[1:])
-        return found and (
-            f"{self.root} has checkpoints of a launch with other arguments: now {found}; what a checkpoint"
+        differ = arguments_that_differ(then[1:], now[1:])
+        return differ and (
+            f"{self.root} has checkpoints of a launch with other arguments: now {differ}; what a checkpoint"
             " holds, such as the learning rate of an optimizer, comes from there; another --run-dir begins a"
             " new run"
         )

@@ -1,4 +1,4 @@
-"""A launch that goes on from what another one has saved says once how it differs from it."""
+"""A launch that goes on from what another one has saved says how it differs from it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_arguments_and_scripts_that_differ_are_named_before_the_load(tmp_path: P
         assert len(found) <= 1
         return "".join(found)
 
-    assert launched(other, "--lr", "0.2", "--steps", "5") == ""
-    differs = launched(one, "--lr", "0.2", "--steps", "5")
+    differs = launched(other, "--lr", "0.2", "--steps", "5")  # what is saved here is still of the first
     assert all(word in differs for word in (one, other, "--run-dir"))
+    assert launched(one, "--lr", "0.1", "--steps", "5") == ""
     differs = launched(one, "--lr", "0.3", "--steps", "5")
-    assert all(word in differs for word in ("--lr 0.3", "--lr 0.2", "--run-dir"))
+    assert all(word in differs for word in ("--lr 0.3", "--lr 0.1", "--run-dir"))
 
 
 def test_code_on_the_command_line_has_a_folder_of_its_own_and_standard_input_none(tmp_path: Path) -> None:
