@@ -95,6 +95,17 @@ def test_an_outage_counts_once_where_the_same_files_have_trained() -> None:
     assert found[-1].exit_code == 1, "another allocation may help"
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_reason_names_a_restart_that_does_not_count(counted: bool) -> None:
+    decider = job(2, trained=True)
+    fails(decider, "signal 9", 30, FaultKind.CRASH, counted=counted)
+    found = [fails(decider, counted=counted).reason for _ in range(3)]
+    assert ["not counted" in reason for reason in found] == [False, True, True]
+    assert [f"{today} of 1000 today" in reason for today, reason in enumerate(found, 2)] == [True] * 3
+    assert found[0].startswith("restart 2 of 2")
+    assert not any("restart 2 of 2" in reason for reason in found[1:])
+
+
 def test_the_daily_budget_bounds_what_counts_once() -> None:
     decider = job(3, per_day=4, trained=True)
     found = [fails(decider) for _ in range(5)]

@@ -416,9 +416,10 @@ class Escalation:
             own = case.means.spare is not None and is_own(fault)
             self._history.add(replace(Met.of(fault, case.now, own, case.means.loaded), place=place))
         spent = self._spent[move.kind]
-        spent.fast += not self._is_free(move, case)
+        free = self._is_free(move, case)
+        spent.fast += not free
         spent.times.append(case.now)
-        reason = self._account(move.kind, case)
+        reason = self._account(move.kind, case, free)
         if case.repeats:
             reason += f"; repeated fault {where(fault)}"
         if move.state is StateSource.OLDER:
@@ -431,10 +432,15 @@ class Escalation:
         others = _others(passed)
         return Answer(move.kind, reason, move.state, 0, case.repeats, others, exclude=exclude, place=place)
 
-    def _account(self, kind: RecoveryAction, case: _Case) -> str:
-        """Return the number of this move within its budgets, in words."""
+    def _account(self, kind: RecoveryAction, case: _Case, free: bool) -> str:
+        """Return the number of this move within its budgets, in words; a free one has none in the first."""
         fast, slow, spent = self._config.max_restarts, self._config.restarts_per_day, self._spent[kind]
         name, today = _NAMES[kind][0], f"{len(spent.times)} of {slow} today"
+        if free:
+            return (
+                f"{name}, not counted: it waits out a cause that was counted, and these files have completed"
+                f" a step; {spent.fast} of {fast} {_NAMES[kind][1]} used (--max-restarts), {today}"
+            )
         if not case.fault.counted:
             return f"{name} {spent.fast} of {fast} without progress, {today}"
         if case.refilled:
