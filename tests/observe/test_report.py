@@ -19,7 +19,9 @@ from outlast.observe import report
 from outlast.observe.policy.goodput import AGENT_DEATH, fold
 from outlast.observe.recorder import read
 from outlast.recovery.policy.events import (
+    ActionTaken,
     FaultSeen,
+    FirstStep,
     Progress,
     Quarantined,
     Record,
@@ -120,6 +122,19 @@ def test_the_report_for_programs_holds_the_same_numbers(
     assert found["timeouts"] == {"initial": 30.0, "step": 1.5, "checkpointing": 2.5}
     assert found["end"] == {"exit_code": 0, "reason": "every rank finished"}
     assert (found["lines_skipped"], found["lines_unknown"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "marks"), [(-1, {}), (22, {}), (-1, {"session": 1.5}), (22, {"session": 1.5})]
+)
+def test_counted_steps_are_explained_where_the_table_has_one(step: int, marks: dict[str, float]) -> None:
+    began = FirstStep(2.0, 2.0, 1, 1, marks, "counted")
+    fault = FaultSeen(3.0, 3.0, 2, "crash", "n01", 1, step, 2.5, "rank 1 died", "", source="counted")
+    action = ActionTaken(3.0, 3.0, 2, "restart-in-job", 3, "newest", "restart 1 of 3")
+    told = rendered((START, began, fault, action))
+    assert "restart-in-job" in told
+    assert (f"{step} counted" in told) is (step >= 0)
+    assert ("counted: " in told) is (step >= 0)
 
 
 def test_doubts_about_copies_are_told_and_proofs_are_counted() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from outlast import cli
 from outlast.observe import runs
+from outlast.observe.recorder import Recorder
+from outlast.recovery.policy.events import FirstStep, RunStarted
 
 DATA = Path(__file__).parent / "data"
 
@@ -52,6 +54,21 @@ def test_the_list_for_programs_has_the_same(place: Path, capsys: pytest.CaptureF
     ]
     assert found[0]["goodput"] is None
     assert found[2]["goodput"] == 47.25 / 115.25
+
+
+def test_the_step_of_a_script_that_reports_none_is_marked(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(place / "outlast-runs" / "new" / "events.jsonl")
+    recorder.record(RunStarted(1.0, 1.0, 1, "abc", "n", 1, "b", ("t.py",), 1, ""))
+    recorder.record(FirstStep(2.0, 2.0, 1, 40, {}, "counted"))
+    assert cli.main(["report"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if " abc " in line]
+    assert ["abc 40 counted 0 " in row for row in rows] == [True]
+    assert cli.main(["report", "--json"]) == 0
+    found = {one["run_id"]: (one["step"], one["source"]) for one in json.loads(capsys.readouterr().out)}
+    assert found["abc"] == (40, "counted")
+    assert found["9c41d07ab2e5"] == (500, "")
 
 
 def test_a_run_folder_lists_itself(

@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 
 from outlast import cli
+from outlast.launcher.output import status
 from outlast.observe import top
 from outlast.observe.policy.now import NodeNow, Now, NowFold, State
 from outlast.observe.recorder import read
+from outlast.recovery.policy.events import ActionTaken, FaultSeen, FirstStep
 
 LOG = Path(__file__).parent / "data" / "eventful.jsonl"
 LINES = LOG.read_bytes().splitlines(keepends=True)
@@ -72,6 +74,21 @@ def test_what_a_script_printed_into_a_reason_cannot_steer_the_terminal() -> None
     assert now.incident is not None
     shown = top.lines(replace(now, incident=replace(now.incident, reason="\x1b[2Jgone\n\n")), 0.0, 80)
     assert all(line.isprintable() for line in shown)
+
+
+@pytest.mark.parametrize("source", ["", "session", "announced", "counted"])
+def test_a_counted_step_is_marked_wherever_it_is_shown(source: str) -> None:
+    fold = NowFold()
+    for record in (
+        FirstStep(2.0, 2.0, 1, 7, {}, source),
+        FaultSeen(3.0, 3.0, 1, "crash", "n0", 1, 22, 2.5, "rank 1 died", "", source=source),
+        ActionTaken(3.0, 3.0, 1, "restart-in-job", 2, "newest", "restart 1 of 3"),
+    ):
+        fold.take(record)
+    now = fold.now()
+    shown = {line.split()[0]: "counted" in line for line in top.lines(now, 4.0, 200)}
+    assert (shown["step"], shown["incident"]) == (source == "counted", source == "counted")
+    assert ("counted" in status.line(now, 4.0, 200)) is (source == "counted")
 
 
 def test_a_rate_is_told_in_the_unit_that_reads_best() -> None:

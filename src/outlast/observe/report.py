@@ -209,7 +209,7 @@ def render(ledger: Ledger, console: Console) -> None:
         _say(console, _NO_STEPS)
     if ledger.incidents:
         console.print(_incidents(ledger.incidents, ledger.steps_unknown))
-        if ledger.steps_unknown:
+        if ledger.steps_unknown and any(one.step >= 0 for one in ledger.incidents):
             _say(console, _BEGAN_ANEW if ledger.unrestored else _COUNTED)
         for number, incident in enumerate(ledger.incidents, 1):
             _say(console, "\n".join(_story(number, incident)))

@@ -27,6 +27,7 @@ class Listed:
         folder: relative to the working folder where that is above it.
         state: in words.
         step: of the slowest rank; -1: not known.
+        source: who tells the step, a ``StepSource``; ``counted``: from 0 after each restart.
         restarts: generations that a fault has begun.
         goodput: share of the wall time; None: not known, or not computed for a log of more than 64 MiB.
         changed: wall time of the latest record.
@@ -36,6 +37,7 @@ class Listed:
     run_id: str
     state: str
     step: int
+    source: str
     restarts: int
     goodput: float | None
     changed: float
@@ -65,7 +67,8 @@ def main(as_json: bool) -> int:
     table = report.make_table("run folder", "run id", "step", "restarts", "goodput", "quiet for", "state")
     for one in listed:
         share = "-" if one.goodput is None else f"{one.goodput:.1%}"
-        step = "-" if one.step < 0 else str(one.step)
+        counted = " counted" if one.source == goodput.COUNTED else ""
+        step = "-" if one.step < 0 else f"{one.step}{counted}"
         since = top.ago(wall - one.changed) if one.changed else "-"
         cells = (one.folder, one.run_id, step, str(one.restarts), share, since, one.state)
         table.add_row(*(Text(report.clean(cell)) for cell in cells))
@@ -84,9 +87,9 @@ def look(path: Path, wall: float) -> Listed:
         now = RunFollower(path).poll()
         share = goodput.fold(report.read_log(path).records).goodput if _bytes(path) <= _MOST_BYTES else None
     except UsageError:
-        return Listed(folder, run_id, "no readable log", -1, 0, None, 0.0)
+        return Listed(folder, run_id, "no readable log", -1, "", 0, None, 0.0)
     state = top.doing(now, wall)
-    return Listed(folder, now.run_id or run_id, state, now.step, now.restarts, share, now.heard)
+    return Listed(folder, now.run_id or run_id, state, now.step, now.source, now.restarts, share, now.heard)
 
 
 def _bytes(path: Path) -> int:

@@ -19,6 +19,7 @@ from outlast.observe.following import RunFollower
 from outlast.observe.policy import codec
 from outlast.observe.policy.now import NodeNow, Now, State
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
+from outlast.recovery.policy.events import StepSource
 
 QUIET = 60.0  # seconds without a record, after which that is said: progress is written every 5 s
 NARROWEST = 40  # columns
@@ -148,7 +149,7 @@ def _fields(now: Now, wall: float) -> Iterator[tuple[str, str]]:
     if (last := now.incident) is not None:
         who = f" of rank {last.rank}" if last.rank >= 0 else ""
         where = f" on {last.node}" if last.node else ""
-        step = f" at step {last.step}" if last.step >= 0 else ""
+        step = f" at step {last.step}{counted(last.source)}" if last.step >= 0 else ""
         yield "incident", f"{last.kind}{who}{where}{step}, {ago(wall - last.time)} ago: {last.reason}"
         yield "action", f"{last.action}: {last.action_reason}"
     for slow in now.slow[:_SLOW_SHOWN]:
@@ -160,13 +161,17 @@ def _fields(now: Now, wall: float) -> Iterator[tuple[str, str]]:
 def _step(now: Now, wall: float) -> str:
     if now.step < 0:
         return "none yet"
-    counted = " (counted by one process)" if now.source == "counted" else ""
     speed = f", {rate(now.rate)}" if now.rate is not None and now.state is State.TRAINING else ""
     since = f", {ago(wall - now.stepped)} ago" if now.stepped else ""
     total = f" of {now.total}" if now.total > 0 else ""
     if speed and (left := now.seconds_left) is not None:
         speed += f", {ago(left)} left"
-    return f"{now.step}{total}{counted}{speed}{since}"
+    return f"{now.step}{total}{counted(now.source)}{speed}{since}"
+
+
+def counted(source: str) -> str:
+    """Return what follows a step of this source: a mark where one process has counted it."""
+    return " (counted by one process)" if source == StepSource.COUNTED.value else ""
 
 
 def rate(steps: float) -> str:

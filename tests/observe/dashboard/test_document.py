@@ -15,6 +15,7 @@ from outlast.observe.recorder import read
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
+    FirstStep,
     GenerationStarted,
     Quarantined,
     RunStarted,
@@ -42,6 +43,22 @@ def test_the_page_of_an_eventful_run_is_well_formed_and_links_to_each_section() 
     assert "Goodput 41.0%" in words
     assert "hang of rank 1 on n01 at step 350, then restart-in-job" in words
     assert "ended, exit code 0" in words
+
+
+@pytest.mark.parametrize("source", ["session", "counted"])
+def test_a_counted_step_is_marked_wherever_it_is_shown(source: str) -> None:
+    run = shown(
+        RunStarted(1.0, 1.0, 1, "id", "n0", 7, "boot", ("t.py",), 1, ""),
+        FirstStep(2.0, 2.0, 1, 7, {}, source),
+        FaultSeen(3.0, 3.0, 1, "crash", "n0", 1, 22, 2.5, "rank 1 died", "", source=source),
+        ActionTaken(3.0, 3.0, 1, "restart-in-job", 2, "newest", "restart 1 of 3"),
+    )
+    words = "".join(parsed(of(run)).itertext())
+    marked = words.count("at step 22 (counted by one process)")
+    assert (words.count("at step 22"), marked) == (2, 2 if source == "counted" else 0)
+    assert ("step7 (counted by one process)" in words) is (source == "counted")
+    card = "".join(parsed(document.page("runs", document.cards([run]))).itertext())
+    assert ("step7 (counted by one process)" in card) is (source == "counted")
 
 
 def test_nothing_is_fetched_from_anywhere() -> None:

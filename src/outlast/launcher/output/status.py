@@ -90,7 +90,8 @@ def line(now: Now, wall: float, width: int) -> str:
     waits = now.starts_at > wall
     if now.end is not None or (now.step < 0 and not waits):
         return ""
-    parts = [f"step {now.step}" + (f" of {now.total}" if now.total > 0 else "")] if now.step >= 0 else []
+    total = f" of {now.total}" if now.total > 0 else ""
+    parts = [f"step {now.step}{total}{top.counted(now.source)}"] if now.step >= 0 else []
     training = now.state.value == "training"
     if not training:
         parts.append(top.doing(now, wall))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from outlast.observe import top
 from outlast.observe.dashboard import forms, pictures
 from outlast.observe.dashboard.markup import Markup, element, facts, joined, moment, table, text
-from outlast.observe.policy.goodput import AGENT_DEATH, Incident
+from outlast.observe.policy.goodput import AGENT_DEATH, COUNTED, Incident
 from outlast.observe.policy.now import NodeNow, Now, State
 from outlast.observe.policy.page import Numbered, View
 from outlast.observe.report import duration
@@ -230,13 +230,13 @@ def _now(run: Shown) -> tuple[Markup]:
     kinds = [kind for _, kind in node_kinds(now)]
     rate = top.rate(now.rate) if now.rate is not None else "not known"
     left = now.seconds_left
-    step = "none yet" if now.step < 0 else f"{now.step}{f' of {now.total}' if now.total > 0 else ''}"
-    counted = " (counted by one process)" if now.source == "counted" else ""
+    total = f" of {now.total}" if now.total > 0 else ""
+    step = "none yet" if now.step < 0 else f"{now.step}{total}{top.counted(now.source)}"
     restarts = ", ".join(f"{count} x {name}" for name, count in now.actions.items() if name != "stop")
     content = facts(
         ("state", _state(run)),
         ("run", joined(now.run_id or "without a name", " in ", run.name)),
-        ("step", step + counted),
+        ("step", step),
         ("rate", f"{rate}{f', {top.ago(left)} left' if left is not None else ''}"),
         ("ranks", f"{now.ranks}, generation {now.generation}"),
         (
@@ -278,7 +278,7 @@ def _latest(now: Now) -> Markup:
         return Markup("none")
     who = f" of rank {last.rank}" if last.rank >= 0 else ""
     where = f" on {last.node}" if last.node else ""
-    step = f" at step {last.step}" if last.step >= 0 else ""
+    step = f" at step {last.step}{top.counted(last.source)}" if last.step >= 0 else ""
     words = f"{last.kind}{who}{where}{step}: {last.reason}. {last.action}: {last.action_reason}. "
     return joined(element("span", "\N{BLACK UP-POINTING TRIANGLE} ", class_="bad"), words, moment(last.time))
 
@@ -359,7 +359,8 @@ def _incident(one: Numbered, logs: Sequence[RankLog], newest: bool, steps_unknow
     incident, key = one.incident, f"incident-{one.number}"
     who = f" of rank {incident.rank}" if incident.rank >= 0 else ""
     where = f" on {incident.node}" if incident.node else ""
-    step = f" at step {incident.step}" if incident.step >= 0 else ""
+    mark = top.counted(COUNTED) if steps_unknown else ""
+    step = f" at step {incident.step}{mark}" if incident.step >= 0 else ""
     head = f"{one.number}. {incident.kind}{who}{where}{step}, then {incident.action or 'nothing yet'}"
     summary = element(
         "summary", element("span", "\N{BLACK UP-POINTING TRIANGLE} ", class_="bad"), head, id=f"{key}-summary"
@@ -564,7 +565,7 @@ def _card(at: int, run: Shown) -> Markup:
     rate = f", {top.rate(now.rate)}" if now.rate is not None else ""
     content = facts(
         ("state", _state(run)),
-        ("step", ("none yet" if now.step < 0 else str(now.step)) + rate),
+        ("step", ("none yet" if now.step < 0 else f"{now.step}{top.counted(now.source)}") + rate),
         ("ranks", f"{now.ranks} on {sum(one.present for one in now.nodes)} nodes"),
         ("restarts", str(now.restarts)),
         ("checkpoints", _tiers(now)),

@@ -84,6 +84,7 @@ class IncidentNow:
     reason: str
     action: str
     action_reason: str
+    source: str = ""  # of the step, a StepSource
 
 
 @dataclass(frozen=True)
@@ -361,6 +362,7 @@ class NowFold:
                 fault.reason,
                 record.action,
                 record.reason,
+                fault.source,
             )
 
     def _on_straggler(self, _: _Node, record: events.StragglerSeen) -> None:
