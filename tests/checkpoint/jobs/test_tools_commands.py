@@ -89,6 +89,26 @@ def test_a_training_with_a_name_belongs_to_its_run(run: Path) -> None:
     assert ckpt("quarantine", mine, NAMES[0], "--reason", "a test").returncode == 0
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_where_no_copy_is_that_is_said_also_of_a_verification(
+    aside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    folder.release()
+    folder.checkpoints.mkdir()
+    if aside:
+        (folder.checkpoints / "quarantine" / NAMES[0]).mkdir(parents=True)
+    assert main(["verify", str(tmp_path), "--json"]) == ExitCode.OK
+    assert capsys.readouterr().out == ""
+    assert main(["verify", str(tmp_path)]) == ExitCode.OK
+    verified = capsys.readouterr().out
+    assert f"no copy is in {folder.checkpoints}" in verified
+    assert ("quarantine" in verified) is aside
+    assert main(["ls", str(tmp_path)]) == ExitCode.OK
+    assert (capsys.readouterr().out == verified) is not aside
+
+
 def test_what_cannot_be_believed_is_listed_with_the_reason(run: Path) -> None:
     tier = run / "checkpoints"
     os.truncate(tier / NAMES[0] / TENSORS, 100)

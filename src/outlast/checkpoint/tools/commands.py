@@ -129,7 +129,7 @@ def _ls(options: argparse.Namespace) -> int:
     if entries:
         listing.print_copies(entries, target.run_id)
     else:
-        _say(f"no copy is in {target.tier.folder}")
+        _say(_no_copy(target))
     for folder in listing.named_trainings(target):
         _say(f"training {folder.name} has copies of its own: outlast ckpt ls {folder}")
     return ExitCode.OK
@@ -155,7 +155,10 @@ def _verify(options: argparse.Namespace) -> int:
         raise UsageError("verify takes either names of copies or --all; nothing was read")
     every, target = not options.names, listing.find(options.run)
     if every:
-        chosen = [item for item in listing.items(target) if not item.aside]
+        there = listing.items(target)
+        chosen = [item for item in there if not item.aside]
+        if not chosen and not options.json:
+            _say(_no_copy(target) + "; those in quarantine are verified by name" * bool(there))
     else:
         chosen = listing.pick(target, options.names)
     if options.quarantine:
@@ -179,6 +182,10 @@ def _verify(options: argparse.Namespace) -> int:
     for folder in listing.named_trainings(target) if every and not options.json else ():
         _say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify {folder}")
     return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
+
+
+def _no_copy(target: Target) -> str:
+    return f"no copy is in {target.tier.folder}"
 
 
 def _verdict(found: Entry) -> str:
