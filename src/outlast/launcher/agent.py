@@ -264,6 +264,7 @@ class Agent:
             self._end_workers,
             lambda: self._family.end(self._helpers),
             self._save_the_rest,
+            self._note_last_step,
             lambda: self._journal.ended(self._watch.slowest_step(), ending),
         ):
             try:
@@ -286,6 +287,7 @@ class Agent:
         for line in self._watch.without_effect() if self._watch.slowest_step() >= 0 else ():
             self.note(line)
         self._telemetry.ignore(self._selector)
+        self._note_last_step()
         self._save_the_rest()
         if not ending.exit_code and (unsaved := self._saving.unsaved()):
             ending = Ending(int(ExitCode.SAVE_FAILED), f"{ending.reason}, but {unsaved}")
@@ -302,6 +304,9 @@ class Agent:
             )
         self._journal.ended(self._watch.slowest_step(), ending)
         return ending.exit_code
+
+    def _note_last_step(self) -> None:
+        self._journal.last_step(self._watch.slowest_step(), self._watch.source, self._watch.stepped())
 
     def _show_the_rest(self) -> None:
         show_the_rest(self._tails, self._screen, self._signals, self._journal)

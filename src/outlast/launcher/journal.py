@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outlast.checkpoint.policy.copies import TrustChange
@@ -82,6 +83,7 @@ class Journal:
         self._generation = 0
         self._run_id = run_id
         self._progress_at = -math.inf
+        self._announced_at = 0.0  # when the first step of the script was written
         self._fold = NowFold()
         self._saved_since: int | None = None  # the step saved last since a stop was ordered, -1 before
 
@@ -168,7 +170,9 @@ class Journal:
         )
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
-        record = self._made(kind, **fields)
+        self._write(self._made(kind, **fields))
+
+    def _write(self, record: Record) -> None:
         self._fold.take(record)
         self._files.hand(lambda: self._recorder.record(record))
 
@@ -230,6 +234,7 @@ class Journal:
         self._record(
             events.Progress, step=step, source=StepSource.ANNOUNCED.value, resumed=step if resumed else -1
         )
+        self._announced_at = time.monotonic()
 
     def progress(self, step: int, source: StepSource, now: float) -> None:
         """Write how far the slowest rank is, every few seconds of a clock at most."""
@@ -329,6 +334,21 @@ class Journal:
             return f"{ending.reason}, after step {step} of {total}"
         saved = -1 if self._saved_since is None or not ending.exit_code else self._saved_since
         return with_saved(ending.reason, saved) if saved >= 0 else ending.reason
+
+    def last_step(self, step: int, source: StepSource, at: float) -> None:
+        """Write the last step of the slowest rank, and when it was completed; the ranks have ended.
+
+        The step that the script announced first stays the first one, also where it was seen later than that.
+
+        Args:
+            step: completed steps; -1: none.
+            source: of the step.
+            at: seconds of the monotonic clock.
+        """
+        if step >= 0 and at > 0:
+            record = self._made(events.Progress, step=step, source=source.value)
+            at = min(record.clock, max(at, self._announced_at))
+            self._write(replace(record, time=record.time - (record.clock - at), clock=at))
 
     def ended(self, step: int, ending: Ending) -> None:
         """Write how the run ended."""

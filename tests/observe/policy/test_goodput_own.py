@@ -150,6 +150,18 @@ def test_a_run_that_counts_its_steps_and_was_started_again_may_have_lost_some() 
             + [progress(Line(), at, 7, "counted") for at in (20.0, 25.0)],
             20.0,
         ),
+        # All steps were done before the first one was reported, at its mark; the last record has the time.
+        *(
+            (
+                [
+                    replace(first_step(Line(), 21.0, 7, source), marks={"first_step": Line().at(2.0)[1]}),
+                    progress(Line(), 22.0, 7, source),
+                    progress(Line(), 20.0, 7, source),
+                ],
+                20.0,
+            )
+            for source in ("counted", "announced", "session")
+        ),
         # The second generation counts from 0 again, after the first one had counted more.
         (
             [

@@ -95,6 +95,34 @@ def test_a_long_end_of_the_interpreter_is_no_hang(tmp_path: Path) -> None:
     assert list((run.folder / "incidents").glob("*")) == []
 
 
+LONG_LAST_WORDS = """
+import pathlib, sys, time
+import torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+for step in range(20):
+    time.sleep(0.1)
+    before = time.monotonic()
+    optimizer.step()
+    after = time.monotonic()
+time.sleep(2)
+pathlib.Path(sys.argv[1]).write_text(f"{before} {after}")
+"""
+
+
+def test_a_script_stops_after_its_last_step_and_not_where_progress_was_written_last(tmp_path: Path) -> None:
+    script, times = tmp_path / "script.py", tmp_path / "times"
+    script.write_text(LONG_LAST_WORDS)
+    with running(Run(tmp_path / "run", str(script), str(times), options=("--nproc-per-node", "1"))) as run:
+        assert run.finish() == 0, run.console()
+    before, after = map(float, times.read_text().split())
+    last = run.records("progress")[-1]
+    assert (last["step"], last["source"], before <= last["clock"] <= after) == (20, "counted", True)
+    (started,), (ended,) = run.records("run_started"), run.records("run_ended")
+    stopping = reported(run)["seconds"]["stopping"]
+    assert ended["clock"] - after - 0.001 <= stopping <= ended["clock"] - before + 0.001
+    assert started["clock"] < last["clock"] < ended["clock"] - 2
+
+
 def test_without_a_launcher_nothing_happens(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "own_checkpoints.py"), str(tmp_path), "20", "0", "announce"]
     done = subprocess.run(

@@ -12,7 +12,7 @@ from outlast.errors import RunFolderUnusable
 from outlast.hang.agent.evidence import count_of
 from outlast.hang.policy.monitor import Excused, HeartbeatSeen, Liveness, RankEnded, RankStarted, Silent
 from outlast.hang.policy.timeouts import FINISHING, INITIAL, SETUP, Durations, Timeouts
-from outlast.ipc.heartbeat_page import RankHeartbeat, RankState
+from outlast.ipc.heartbeat_page import HeartbeatReader, RankHeartbeat, RankState
 from outlast.ipc.processes import state_of
 from outlast.launcher.output.file_thread import FileThread
 from outlast.launcher.workers.generation import Generation
@@ -43,6 +43,7 @@ class Watch:
         self._learned_at = 0.0
         self._convicted: str | None = None  # the limit that found a hang
         self.heartbeats: dict[int, RankHeartbeat] = {}
+        self._stepped: dict[int, float] = {}  # when each rank completed its latest step
         self._sections = {SETUP, FINISHING}  # that ranks had so far
 
     def _recall(self) -> tuple[str, ...]:
@@ -57,7 +58,7 @@ class Watch:
         self._generation = generation
         self._liveness = Liveness(self.timeouts, self._config.workload_check_interval)
         self._convicted = None
-        self.heartbeats = {}
+        self.heartbeats, self._stepped = {}, {}
         for worker in generation.workers:
             self._liveness.handle(RankStarted(worker.rank, generation.number, generation.spawned), now)
 
@@ -79,8 +80,17 @@ class Watch:
     def read(self) -> None:
         """Read the step of every rank, for the report of a fault."""
         if self._generation is not None:
-            self.heartbeats.update({at: page.read() for at, page in self._generation.pages.items()})
+            for rank, page in self._generation.pages.items():
+                self._read(rank, page)
             self._sections.update(*(page.names() for page in self._generation.pages.values()))
+
+    def _read(self, rank: int, page: HeartbeatReader) -> RankHeartbeat:
+        found = page.read()
+        before = self.heartbeats.get(rank)
+        if found.step >= 0 and (before is None or found.step != before.step):
+            self._stepped[rank] = found.beat
+        self.heartbeats[rank] = found
+        return found
 
     def look(self, now: float) -> tuple[Silent, ...]:
         """Read every page and return the ranks that have been silent for too long."""
@@ -88,7 +98,7 @@ class Watch:
         if generation is None:
             return ()
         for worker in generation.living():
-            heartbeat = self.heartbeats[worker.rank] = generation.pages[worker.rank].read()
+            heartbeat = self._read(worker.rank, generation.pages[worker.rank])
             stopped = state_of(worker.pid) == "T"
             self._liveness.handle(
                 HeartbeatSeen(
@@ -196,6 +206,14 @@ class Watch:
         """
         source = self.source
         return min((one.step for one in self.heartbeats.values() if _source(one) is source), default=-1)
+
+    def stepped(self) -> float:
+        """Return when the slowest ranks completed :meth:`slowest_step`; 0: they have completed none."""
+        source, step = self.source, self.slowest_step()
+        slowest = (
+            rank for rank, one in self.heartbeats.items() if one.step == step and _source(one) is source
+        )
+        return max((self._stepped.get(rank, 0.0) for rank in slowest), default=0.0)
 
     def announced_from(self) -> tuple[int, bool]:
         """Return the step after those with which the script began this generation; -1: it announced none.

@@ -314,6 +314,7 @@ class _Account:
         self._step: int  # the furthest of the generation in force
         self._step_at: float  # when it was known
         self._count: int  # steps that the process has counted in the generation in force
+        self._early = False  # ``_step_at`` is that of a first step, and more steps may have been completed
         self._loaded: set[int] = set()  # generations of this launch that loaded a checkpoint
         self._commits: dict[str, float] = {}  # places of checkpoints
 
@@ -341,7 +342,7 @@ class _Account:
             if self.end is None and previous.has(events.GenerationStarted):
                 self._bury(previous, head)
         self._waiting = self._fault = self._seen = self._stopping = self.end = None
-        self._step, self._step_at, self._count = -1, launch.begin, 0
+        self._step, self._step_at, self._count, self._early = -1, launch.begin, 0, False
         self._loaded.clear()
         self._resumed.clear()
         if isinstance(head, RunStarted):
@@ -413,10 +414,14 @@ class _Account:
         self._took_step(at, record)
 
     def _took_step(self, at: float, record: events.FirstStep | events.Progress) -> None:
-        if record.source != COUNTED:
+        counted = record.source == COUNTED
+        if self._early and record.step == (self._count if counted else self._step):
+            self._step_at = at
+        elif not counted:
             self._advance(at, record.step)
         elif record.step > self._count:
             self._count, self._step_at = record.step, at
+        self._early = isinstance(record, events.FirstStep)
 
     def _resume(self, first: int, since: float) -> None:
         """The script announced ``first`` as its first step, after it had stopped at ``since``.
