@@ -32,6 +32,7 @@ AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+UNFIT = {errno.EINVAL, errno.EFBIG}  # of open_regular and read_whole: no regular file, or too large
 OUTAGE = NO_ROOM | {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
 _ROOM_POLL = 0.05
 

@@ -24,6 +24,7 @@ from outlast.integrations.dcp import (
     newest_whole,
     settle,
 )
+from tests.support.bounds import bounded_wait
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*assuming the intent:UserWarning"),
@@ -120,6 +121,41 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     data_of(tmp_path / "step-1").unlink()
     assert newest_whole(tmp_path) is None
     assert newest_whole(tmp_path / "nothing") is None
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    return {
+        "digests": folder / ".outlast_digests.json",
+        "metadata": folder / ".metadata",
+        "slice": data_of(folder),
+    }
+
+
+@pytest.mark.parametrize("part", ["digests", "metadata", "slice"])
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, part: str) -> None:
+    save(tmp_path / "step-1", 1)
+    folder = save(tmp_path / "step-2", 2)
+    path = files_of(folder)[part]
+    path.unlink()
+    os.mkfifo(path)
+    with bounded_wait():
+        assert newest_whole(tmp_path) == tmp_path / "step-1"
+        with pytest.raises(CheckpointException):
+            load(folder)
+        if part != "digests":
+            files_of(folder)["digests"].unlink()
+            with pytest.raises(CheckpointException):
+                load(folder)
+
+
+def test_a_checkpoint_whose_files_are_links_is_whole(tmp_path: Path) -> None:
+    folder, blobs = save(tmp_path / "all" / "step-1", 1), tmp_path / "blobs"
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(blobs / path.name)
+    assert newest_whole(tmp_path / "all") == folder
+    assert load(folder)["step"] == 1
 
 
 def test_a_checkpoint_without_digests_is_loaded_with_a_warning(
@@ -235,6 +271,16 @@ def test_a_save_in_place_removes_what_a_killed_one_has_left(tmp_path: Path) -> N
     left = {"__0_0.distcp", ".metadata", ".outlast_digests.json", "common.pt", "run_config.yaml"}
     assert set(os.listdir(folder)) == left
     assert newest_whole(tmp_path) == folder
+
+
+@pytest.mark.parametrize("name", [".metadata.tmp", ".metadata", "__0_0.distcp", "__0_.outlast_digests.json"])
+def test_a_save_in_place_writes_through_no_link(tmp_path: Path, name: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "iter_1"
+    victim.write_text("mine")
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    assert load(save_in_place(folder, 2))["step"] == 2
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize("options", [{"sync_files": False}, {"overwrite": False}])

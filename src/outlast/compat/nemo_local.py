@@ -23,7 +23,7 @@ from outlast.errors import UsageError
 from outlast.fields import Fields
 from outlast.integrations.collectives import from_all_ranks
 from outlast.integrations.lightning.callback import package
-from outlast.integrations.lightning.storage import OutlastCheckpointIO, is_whole
+from outlast.integrations.lightning.storage import OutlastCheckpointIO, can_be_read
 
 KEPT = 2  # so that one is left while the other is written, or found damaged
 _OPTIONS = {"local_ckpt_algo": "fully_parallel", "parallelization_group": None, "allow_cache": False}
@@ -195,23 +195,15 @@ class LocalCheckpointIO(_WrappingIO):  # type: ignore[misc]
         every = from_all_ranks({"steps": self._steps()}, "local checkpoints") or []
         common = set.intersection(*(set(Fields("local checkpoints", one).counts("steps")) for one in every))
         for step in sorted(common, reverse=True):
-            answers = from_all_ranks(_can_be_read(self._path(step)), "the look at a local checkpoint") or []
+            answers = from_all_ranks(can_be_read(self._path(step)), "the look at a local checkpoint") or []
             if all(answer is True for answer in answers):
                 return step
             _LOG.warning("local checkpoint of step %d: damaged on a node, passed over", step)
         return -1
 
 
-def _can_be_read(path: Path) -> bool:
-    """Return whether a checkpoint is whole; one that the disk refuses is not, and the other ranks wait."""
-    try:
-        return is_whole(path)
-    except OSError:
-        return False
-
-
 def _written(path: Path) -> float:
-    return path.stat().st_mtime
+    return path.lstat().st_mtime
 
 
 def update_trainer_local_checkpoint_io(

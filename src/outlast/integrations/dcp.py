@@ -12,27 +12,43 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from outlast import files
 from outlast.errors import NoUsableCheckpoint, UsageError
 from outlast.fields import Fields
 from outlast.integrations.collectives import from_all_ranks, from_rank0
 
 _LOG = logging.getLogger("outlast")
 _METADATA, _DIGESTS = ".metadata", ".outlast_digests.json"
+_LEFT = (f"*{_DIGESTS}", _METADATA, f"{_METADATA}.tmp", "*.distcp")  # by a save that was killed
 _PART, _BEFORE = ".part", ".before"
 _BYTES = 1 << 22  # read at once
 _MOST = 1 << 30  # bytes of a file of digests: some ten million slices
+
+
+class _Files(FileSystem):
+    """torch's access to files, for regular ones alone: a new one is written, and no FIFO is waited for."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with _reading(path) if mode == "rb" else _creating(path) as stream:
+            yield stream
 
 
 class OutlastStorageWriter(FileSystemWriter):
@@ -54,6 +70,7 @@ class OutlastStorageWriter(FileSystemWriter):
                     " a checkpoint is synced and replaces the one before when it is whole"
                 )
         super().__init__(path, **options)
+        self.fs = _Files()
         self._target = _folder(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -98,7 +115,7 @@ class OutlastStorageWriter(FileSystemWriter):
         if results:
             digests = {}
             for one in (result.storage_data for result in results):
-                with open(self._under_way / one.relative_path, "rb") as file:
+                with _reading(self._under_way / one.relative_path) as file:
                     digests[_name(one)] = _digest_of(file, one.offset, one.length)
             _write(self._under_way / f"{plan.storage_data.prefix}{_DIGESTS}", digests)
         return written
@@ -149,7 +166,7 @@ class OutlastStorageInPlace(OutlastStorageWriter):
         return self._target
 
     def _make_folder(self) -> None:
-        for pattern in (f"*{_DIGESTS}", _METADATA, "*.distcp"):  # of a save that was killed
+        for pattern in _LEFT:
             for left in self._target.glob(pattern):
                 left.unlink()
 
@@ -159,7 +176,7 @@ class OutlastStorageInPlace(OutlastStorageWriter):
         for path in (self._target / name for name in self._others):
             if not path.exists():
                 continue
-            with open(path, "rb") as file:
+            with _reading(path) as file:
                 os.fsync(file.fileno())
             digests[_whole_file(path)] = _digest_of_file(path)
         _write(self._target / f"beside{_DIGESTS}", digests)
@@ -181,6 +198,7 @@ class OutlastStorageReader(FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_whole_name(_folder(path)))
+        self.fs = _Files()
         self._digests: Mapping[str, str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -321,7 +339,7 @@ def _is_whole(folder: Path, rank: int, ranks: int) -> bool:
             if name == _METADATA:
                 continue
             place, offset, length = name.rsplit(":", 2)
-            with open(folder / os.path.basename(place), "rb") as file:
+            with _reading(folder / os.path.basename(place)) as file:
                 if _digest_of(file, int(offset), int(length)) != digests[name]:
                     return False
     except (OSError, ValueError):
@@ -355,6 +373,14 @@ def _whole_file(path: Path) -> str:
     return f"{path.name}:0:{path.stat().st_size}"
 
 
+def _reading(path: str | os.PathLike[str]) -> IO[bytes]:
+    return open(files.open_regular(path, follow=True), "rb")
+
+
+def _creating(path: str | os.PathLike[str]) -> IO[bytes]:
+    return open(files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+
+
 def _digest_of(file: IO[bytes], offset: int, length: int) -> str:
     digest = xxhash.xxh3_128()
     file.seek(offset)
@@ -365,13 +391,13 @@ def _digest_of(file: IO[bytes], offset: int, length: int) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
+    with _reading(path) as file:
         return _digest_of(file, 0, os.fstat(file.fileno()).st_size)
 
 
 def _write(path: Path, digests: Mapping[str, str]) -> None:
-    with open(path, "w") as file:
-        json.dump(digests, file)
+    with _creating(path) as file:
+        file.write(json.dumps(digests).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -379,10 +405,13 @@ def _write(path: Path, digests: Mapping[str, str]) -> None:
 def _read(path: Path) -> dict[str, str] | None:
     """Return the digests of a checkpoint; None: it was written without; none at all: they are damaged."""
     try:
-        with open(path) as file:
-            found = json.loads(file.read(_MOST))
+        found = json.loads(files.read_whole(path, _MOST, follow=True))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno not in files.UNFIT:
+            raise
+        return {}
     except (ValueError, RecursionError):
         return {}
     return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}

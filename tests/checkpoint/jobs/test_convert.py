@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from outlast.checkpoint.tools.convert import (
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, UsageError
 from outlast.fields import DamagedCopy
 from outlast.ipc.exchange import StoreExchange
+from tests.support.bounds import bounded_wait
 from tests.support.jobs import Job, checkpointer, together
 
 NAME = copy_name(3, 1)
@@ -213,6 +216,66 @@ def test_no_pickle_in_a_dcp_folder_is_believed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="has no place in DCP's metadata"):
             import_dcp(tmp_path / "dcp", tier, Origin("run-a", 4))
     assert not trace.exists()
+
+
+def moved(folder: Path, place: str) -> None:
+    """Let the metadata of a folder name another place of its tensors."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for each in metadata.storage_data.values():
+        each.relative_path = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def linked(path: Path, target: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "a way up": lambda folder: moved(folder, "../secret/__0_0.distcp"),
+    "an absolute path": lambda folder: moved(folder, str(folder.parent / "secret" / "__0_0.distcp")),
+    "a folder beside": lambda folder: moved(folder, f"../{folder.name}-beside/__0_0.distcp"),
+    "a link": lambda folder: linked(folder / "__0_0.distcp", folder.parent / "secret" / "__0_0.distcp"),
+    "linked metadata": lambda folder: linked(folder / ".metadata", folder.parent / "secret" / ".metadata"),
+    "a linked folder": lambda folder: (
+        moved(folder, "way/__0_0.distcp"),
+        (folder / "way").symlink_to(folder.parent / "secret"),
+    ),
+    "a device": lambda folder: linked(folder / ".metadata", Path("/dev/zero")),
+    "a FIFO": lambda folder: fifo(folder / "__0_0.distcp"),
+    "a FIFO of metadata": lambda folder: fifo(folder / ".metadata"),
+}
+
+
+@QUIET
+@pytest.mark.parametrize("planted", PLANTED)
+def test_nothing_outside_of_a_dcp_folder_is_read_and_nothing_is_waited_for(
+    tmp_path: Path, planted: str
+) -> None:
+    for name in ("dcp", "secret", "dcp-beside"):
+        dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / name)
+    PLANTED[planted](tmp_path / "dcp")
+    tier = DirectoryTier(tmp_path / "run")
+    with bounded_wait(), pytest.raises(CheckpointError, match=r"outside of|a regular file is expected"):
+        import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+    assert tier.names() == []
+
+
+@QUIET
+def test_a_dcp_folder_may_be_a_link_and_have_links_that_stay_in_it(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "dcp" / "blob").mkdir()
+    for path in [each for each in (tmp_path / "dcp").iterdir() if each.is_file()]:
+        path.rename(tmp_path / "dcp" / "blob" / path.name)
+        path.symlink_to(tmp_path / "dcp" / "blob" / path.name)
+    (tmp_path / "link").symlink_to(tmp_path / "dcp")
+    tier = DirectoryTier(tmp_path / "run")
+    assert import_dcp(tmp_path / "link", tier, Origin("run-a", 3)) == copy_name(3, 0)
 
 
 class ByName:

@@ -427,6 +427,8 @@ def _dcp(what: str, target: Path | None = None) -> Iterator[None]:
             why = next((one for one, _ in error.failures.values()), error)  # there is one rank
             if target is not None and isinstance(why, OSError):
                 raise OSError(why.errno, why.strerror, str(target)) from error
+            if isinstance(why, CheckpointError):
+                raise why from error
             text = f"{type(why).__name__}: {why}"
             raise CheckpointError(f"{what}: torch.distributed.checkpoint failed: {text}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from outlast.errors import CheckpointError
+from outlast.files import UNFIT, open_regular
 
 _METADATA = ".metadata"
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -54,11 +56,39 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in DCP's metadata")
 
 
+class _Inside(FileSystem):
+    """DCP's access to files, for regular ones in a folder alone: its metadata may name any path."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(os.path.realpath(folder))
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        place = Path(os.path.realpath(path))
+        if self._folder not in place.parents:
+            raise CheckpointError(
+                f"{path}: it leads to {place}, outside of {self._folder}; nothing was written; if it is a"
+                " link that you trust, cp -rL makes a folder without links"
+            )
+        try:
+            descriptor = open_regular(place)
+        except OSError as error:
+            if error.errno not in UNFIT:
+                raise
+            raise CheckpointError(f"{path}: {error.strerror}; nothing was written") from error
+        with open(descriptor, mode) as stream:
+            yield stream
+
+
 class _Reader(FileSystemReader):
-    """DCP's reader, but for the metadata, which it would unpickle whatever it says."""
+    """DCP's reader, but for places outside of the folder, and pickled metadata, which it would believe."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Inside(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - the base class's signature
-        with open(Path(self.path) / _METADATA, "rb") as file:
+        with self.fs.create_stream(Path(self.path) / _METADATA, "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(metadata).__qualname__} is no metadata of DCP")
@@ -93,7 +123,7 @@ def read_dcp(source: Path, leave_out: Sequence[str]) -> tuple[dict[str, Any], li
         The content, nested as it was saved, and the keys of values that are pickled objects.
 
     Raises:
-        CheckpointError: its metadata is none.
+        CheckpointError: its metadata is none, or what it names is no regular file in the folder.
         OSError: the file system refused.
     """
     reader, planner = _Reader(source), _Planner()
@@ -124,7 +154,7 @@ def _understood(source: Path) -> Iterator[None]:
     """Turn what metadata of another form raise into a CheckpointError."""
     try:
         yield
-    except OSError:
+    except (OSError, CheckpointError):
         raise
     except Exception as error:  # a pickle can put anything in the place of anything
         what = f"{type(error).__name__}: {error}"

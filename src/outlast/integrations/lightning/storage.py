@@ -12,6 +12,7 @@ import logging
 import os
 import pickletools
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from outlast import files
 from outlast.errors import NoUsableCheckpoint, UsageError
 from outlast.integrations.collectives import from_rank0
 from outlast.integrations.lightning.callback import package
@@ -26,7 +28,9 @@ from outlast.integrations.lightning.unfinished import remove_stale, written_to
 
 _LOG = logging.getLogger("outlast")
 _BESIDE = ".digests.json"
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _PART = 1 << 22  # bytes
+_MOST = 1 << 20  # bytes of a file of digests, each of which has some 40
 _HEAD = 1 << 16  # bytes of a checkpoint's pickle, which begins with the epoch and the step
 _TorchIO: Any = importlib.import_module(f"{package()}.plugins.io").TorchCheckpointIO
 
@@ -53,7 +57,7 @@ class OutlastCheckpointIO(_TorchIO):  # type: ignore[misc]
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target.parent)
         with written_to(target) as part:
-            with open(part, "wb") as file:
+            with open(files.open_regular(part, _CREATE, 0o666), "wb") as file:
                 digested: Any = _Digested(file)  # torch.save asks for an IO, and needs `write` only
                 torch.save(checkpoint, digested)
                 file.flush()
@@ -113,7 +117,7 @@ def _beside(path: Path) -> Path:
 
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
+    with open(files.open_regular(path, follow=True), "rb") as file:
         while part := file.read(_PART):
             digest.update(part)
     return digest.hexdigest()
@@ -121,7 +125,7 @@ def _digest(path: Path) -> str:
 
 def _note(path: Path, digests: list[str]) -> None:
     with written_to(_beside(path)) as part:
-        with open(part, "w") as file:
+        with open(files.open_regular(part, _CREATE, 0o666), "w") as file:
             json.dump(digests, file)
             file.flush()
             os.fsync(file.fileno())
@@ -131,9 +135,13 @@ def _note(path: Path, digests: list[str]) -> None:
 def _known(path: Path) -> list[str] | None:
     """Return the digests that a checkpoint may have; None: written without, empty: they are damaged."""
     try:
-        found = json.loads(_beside(path).read_text())
+        found = json.loads(files.read_whole(_beside(path), _MOST, follow=True))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno not in files.UNFIT:
+            raise
+        return []
     except (ValueError, RecursionError):
         return []
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
@@ -141,14 +149,25 @@ def _known(path: Path) -> list[str] | None:
 
 def is_whole(path: Path) -> bool:
     """Return whether the bytes of a checkpoint are those that were written with its digest."""
-    return path.exists() and _digest(path) in (_known(path) or ())
+    return path.is_file() and _digest(path) in (_known(path) or ())
+
+
+def can_be_read(path: Path) -> bool:
+    """Return whether a checkpoint is whole; one that the disk refuses is not, or is gone meanwhile."""
+    try:
+        return is_whole(path)
+    except OSError:
+        return False
 
 
 def step_of(path: Path) -> int | None:
     """Return the ``global_step`` of a checkpoint of Lightning, read without unpickling; None: it has none."""
     before: list[Any] = ["", ""]  # the values last read
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            open(files.open_regular(path, follow=True), "rb") as whole,
+            zipfile.ZipFile(whole) as archive,
+        ):
             (name,) = (one for one in archive.namelist() if one.endswith("/data.pkl"))
             with archive.open(name) as file:
                 head = file.read(_HEAD)
@@ -158,7 +177,7 @@ def step_of(path: Path) -> int | None:
             before = [before[1], value]
             if before[0] == "global_step" and type(value) is int:
                 return value
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError):
+    except Exception:  # noqa: BLE001 - zipfile, pickletools and decompressors have many for damaged bytes
         return None
     return None
 
@@ -186,30 +205,35 @@ def _agreed(path: Path, any_other: bool) -> Path:
 
 
 def _chosen(path: Path, any_other: bool) -> Path:
-    if not path.exists() or _known(path) is None:
-        if path.exists():
-            _LOG.warning("%s: loaded unverified, since it was written without a digest", path)
+    if not path.exists():
+        return path
+    is_file = path.is_file()
+    if is_file and _known(path) is None:
+        _LOG.warning("%s: loaded unverified, since it was written without a digest", path)
         return path
     if is_whole(path):
         return path
+    why = "its bytes are not those that were written" if is_file else "a file is expected, it is none"
     if not any_other:
         raise NoUsableCheckpoint(
-            f"{path}: its bytes are not those that were written; nothing was loaded. Name another checkpoint"
-            f" of {path.parent}, or ckpt_path='last', which takes the newest whole one"
+            f"{path}: {why}; nothing was loaded. Name another checkpoint of {path.parent}, or"
+            " ckpt_path='last', which takes the newest whole one"
         )
     aside = path.with_name(f"{path.name}.damaged")
     os.replace(path, aside)
     for other in sorted(path.parent.glob("*.ckpt"), key=_age, reverse=True):
-        if is_whole(other):
+        if can_be_read(other):
             _LOG.warning("%s: damaged, kept as %s; %s is loaded instead", path, aside.name, other.name)
             return other
     raise NoUsableCheckpoint(
-        f"{path}: its bytes are not those that were written; it was kept as {aside.name}. No other checkpoint"
-        f" in {path.parent} is whole; nothing was loaded"
+        f"{path}: {why}; it was kept as {aside.name}. No other checkpoint in {path.parent} is whole; nothing"
+        " was loaded"
     )
 
 
 def _age(path: Path) -> tuple[int, float]:
     """Return what orders checkpoints: the step, and the time where there is none; a copy has other times."""
-    step = step_of(path)
-    return -1 if step is None else step, path.stat().st_mtime
+    step, written = step_of(path), 0.0
+    with suppress(OSError):
+        written = path.stat().st_mtime
+    return -1 if step is None else step, written

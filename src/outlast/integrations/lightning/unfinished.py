@@ -8,7 +8,6 @@ Others stay, such as those of another run on another host.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import stat
@@ -20,17 +19,16 @@ import xxhash
 from outlast import settings
 from outlast.ipc.processes import start_ticks
 
-_NAME = re.compile(r"\..+\.run-([0-9a-f]*)-(\d+)\.on-([0-9a-f]*)-(\d+)-(\d+)-\d+\.part", re.DOTALL)
+_NAME = re.compile(r"\..+\.run-([0-9a-f]*)-(\d+)\.on-([0-9a-f]*)-(\d+)-(\d+)-[0-9a-f]+\.part", re.DOTALL)
 _SHOWN = 40  # characters of the name to be; a name has 255 bytes at most
-_numbers = itertools.count()
 
 
 @contextlib.contextmanager
 def written_to(target: Path) -> Iterator[Path]:
-    """Yield where this process writes a file before it gets its name; an exception removes that."""
+    """Yield where this process is to create a file before it gets its name; an exception removes that."""
     run, generation, host, pid, began = _here()
-    name = f".{target.name[:_SHOWN]}.run-{run}-{generation}.on-{host}-{pid}-{began}-{next(_numbers)}.part"
-    part = target.with_name(name)
+    where = f"run-{run}-{generation}.on-{host}-{pid}-{began}"
+    part = target.with_name(f".{target.name[:_SHOWN]}.{where}-{os.urandom(8).hex()}.part")
     try:
         yield part
     except BaseException:  # raised again: Ctrl-C, too, leaves no half of a file behind
