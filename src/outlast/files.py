@@ -243,7 +243,7 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, mode: int = 0o644, fol
 
     Args:
         path: of the file.
-        flags: of ``os.open``.
+        flags: of ``os.open``; with ``O_TRUNC`` it is emptied once it is known to be one.
         mode: of a new file.
         follow: symbolic links are followed: the user named the path.
 
@@ -252,7 +252,7 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, mode: int = 0o644, fol
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(path, flags & ~os.O_TRUNC, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO) and os.path.lexists(path):
             raise _not_regular(path, os.lstat(path)) from error
@@ -265,6 +265,12 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY, mode: int = 0o644, fol
         os.close(descriptor)
         text = f"a file with one name is expected, it has {status.st_nlink} (hard links)"
         raise OSError(errno.EMLINK, text, os.fspath(path))
+    if flags & os.O_TRUNC:
+        try:
+            os.ftruncate(descriptor, 0)
+        except BaseException:  # raised again: the caller has no descriptor to close
+            os.close(descriptor)
+            raise
     return descriptor
 
 

@@ -167,6 +167,23 @@ def test_what_is_planted_in_the_place_of_a_buffer_is_not_mapped(tmp_path: Path, 
     assert victim.read_text() == "mine"
 
 
+@pytest.mark.parametrize("planted", ["link", "hard link", "fifo"])
+def test_what_is_planted_in_the_place_of_a_file_that_is_to_be_emptied_stays(
+    tmp_path: Path, planted: str
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("mine")
+    plant = {"link": path.symlink_to, "hard link": path.hardlink_to, "fifo": lambda _: os.mkfifo(path)}
+    plant[planted](victim)
+    with pytest.raises(OSError, match="is expected"):
+        files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    assert victim.read_text() == "mine"
+    path.unlink()
+    path.write_text("old")
+    os.close(files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    assert path.read_bytes() == b""
+
+
 @needs_root
 def test_a_private_folder_is_ours_closed_and_cannot_be_replaced(shared: Path) -> None:
     ours = shared / "base" / "folder"
