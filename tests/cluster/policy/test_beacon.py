@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simulation.fencing import overlaps
 from tests.simulation.fleet import Fleet
 
@@ -41,3 +43,15 @@ def test_of_two_jobs_of_one_name_one_gives_way_when_they_meet() -> None:
     assert len(fleet.leaders()) == 1, "\n".join(fleet.log)
     assert "gives way" in "\n".join(fleet.log)
     assert {node.running for node in fleet.nodes.values()} == {fleet.generation()}
+
+
+@pytest.mark.parametrize("away", [2.0, 3.0, 4.0, 5.0, 8.0])
+def test_a_founder_that_is_all_that_a_job_needs_founds_none_while_a_spare_runs_it(away: float) -> None:
+    fleet = Fleet(3, 1, 1, spares=2)
+    assert fleet.run_until(lambda: fleet.steps.get(1, 0) > 20, 30)
+    fleet.kill("n0")
+    fleet.run(fleet.now + away)
+    fleet.start("n0")
+    fleet.run(fleet.now + 30)
+    assert len(fleet.leaders()) == 1, "\n".join(fleet.log)
+    assert not overlaps(fleet.commits), "\n".join(fleet.log)

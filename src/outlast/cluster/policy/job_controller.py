@@ -185,7 +185,7 @@ class JobController:
             self._membership.number(self._job.generation)
 
     def wait_until(self, when: float) -> None:
-        """Begin nothing with a part of the nodes before a time: another job of this name may still run."""
+        """Begin nothing before a time if another job of this name may run on nodes that are not here."""
         self._membership.wait_until(when)
 
     def job_state(self) -> dict[str, Any]:

@@ -214,8 +214,8 @@ class Membership:
         return tuple(name for name in self.here() if self._known[name].heard < before)
 
     def wait_until(self, when: float) -> None:
-        """Let a partial membership wait at least until a time before the first generation."""
-        self._not_before = max(self._not_before, when)
+        """Let the first generation wait until a time: another job of this name may run till then."""
+        self._not_before = when
 
     def number(self, generation: int) -> None:
         """Choose the number of the first generation, as long as there was none."""
@@ -479,9 +479,14 @@ class Membership:
             self._short_since = now if self._short_since is None else self._short_since
             return self._short(len(found) or here, now - self._short_since)
         self._short_since, self._short_said = None, False
-        if early and len(found) < self._terms.most:
+        if early and (len(found) < self._terms.most or self._may_run_elsewhere(here, now)):
             return ()
         return (self._plan(forming, found),)
+
+    def _may_run_elsewhere(self, here: int, now: float) -> bool:
+        """Say whether the nodes that are not here are enough for another job of this name, and it may run."""
+        others = self._terms.most + self._terms.spares - here
+        return now < self._not_before and others >= self._terms.least
 
     def _enough(self, here: int, since: float, until: float, now: float) -> Iterable[Decision]:
         """Wait for more nodes than have to be there, and say so once."""

@@ -581,6 +581,7 @@ class ClusterNode:
             said += self._led(lead.take_over(plan, since, now), now)
             self._report_stopped(won.record.generation)
         else:
+            lead.wait_until(now + 2 * BEACON_EVERY)  # until the shared folder was read
             said += lead.recall(self._start.job_state, self._start.after, now)
             said += self._led(lead.handle(Joined(self._me), now), now)
         for one in self._queue.since(self.generation):
