@@ -179,8 +179,20 @@ def require_folder_or_nothing(path: AnyPath) -> None:
         )
 
 
-def require_own_run_folder(folder: AnyPath, in_pod: bool = False) -> None:
-    """Check that a run folder was not put there by a stranger.
+def make_run_folder(folder: AnyPath, in_pod: bool = False) -> None:
+    """Make a run folder and those above it that are missing; see :func:`require_own_run_folder`.
+
+    Raises:
+        RunFolderUnusable: likewise; nothing was made in the folder of a stranger.
+        OSError: the file system refused.
+    """
+    require_own_run_folder(folder, in_pod)
+    os.makedirs(folder, exist_ok=True)
+    require_own_run_folder(folder, in_pod)  # a stranger may have made it meanwhile
+
+
+def require_own_run_folder(folder: AnyPath, in_pod: bool = False, called: str = "run folder") -> None:
+    """Check that a run folder was not put there by a stranger; one that is missing, that it can be made.
 
     Where everybody may make folders (``/tmp``), it has to be of this account or root, and so has each folder
     on the way to it; and there nobody may rename folders of others (the sticky bit). Elsewhere the owner of
@@ -190,31 +202,35 @@ def require_own_run_folder(folder: AnyPath, in_pod: bool = False) -> None:
     Args:
         folder: of the run.
         in_pod: volumes of a pod may lack the sticky bit (an ``emptyDir`` does): only its containers see them.
+        called: what errors call it.
 
     Raises:
         RunFolderUnusable: another account owns it in a place where everybody may write, or may rename it.
-        OSError: the file system refused, or there is no such folder.
+        OSError: the file system refused.
     """
     trusted = _trusted()
-    for place, at in _way(folder):
-        parent = os.path.dirname(place)
+    there = next(place for place in reversed(_places(folder)) if os.path.lexists(place))
+    way = [(place, os.path.dirname(place), at.st_uid) for place, at in _way(there)]
+    if there != os.path.abspath(folder):
+        way.append((os.path.abspath(folder), there, os.geteuid()))  # is made there
+    for place, parent, uid in way:
         mode = os.stat(parent).st_mode
         if not mode & stat.S_IWOTH or place == parent:
             continue
         if not mode & stat.S_ISVTX and not in_pod:
             raise RunFolderUnusable(
-                f"run folder {folder}: everybody may rename what is in {parent} (its mode is"
-                f" {stat.S_IMODE(mode):o}), so another account could put another run in its place;"
+                f"{called} {folder}: everybody may rename what is in {parent} (its mode is"
+                f" {stat.S_IMODE(mode):o}), so another account could put another one in its place;"
                 f" nothing was started; chmod +t {parent} prevents that"
             )
-        if at.st_uid in trusted:
+        if uid in trusted:
             continue
-        if at.st_uid == _account_in(folder):
+        if uid == _account_in(there):
             continue
         raise RunFolderUnusable(
-            f"run folder {folder}: {place} belongs to {_name(at.st_uid)}, and everybody may write in"
-            f" {parent}: another account could have put checkpoints there; a folder of"
-            f" {_name(os.geteuid())} is expected"
+            f"{called} {folder}: {place} belongs to {_name(uid)}, and everybody may write in {parent}:"
+            f" another account could have put it there; a folder of {_name(os.geteuid())} is expected;"
+            " nothing was started"
         )
 
 

@@ -6,6 +6,7 @@ A stranger is a process with a uid of its own, so these tests need root to becom
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -32,10 +33,14 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_
 from outlast.checkpoint.writer_process import own, remove_abandoned
 from outlast.errors import CheckpointMismatch, RunFolderBusy, RunFolderUnusable
 from outlast.fields import FORMAT_VERSION
+from outlast.health.agent.node_ledger import NodeLedger
+from outlast.health.policy.ledger import Entry, What
 from outlast.ipc.exchange import SystemClock
 from outlast.launcher.output.logs import failure_of
+from outlast.launcher.workers.processes import start_cold
 from outlast.observe.run_folder import RunFolder
 from outlast.preemption.worker import read_notice
+from outlast.worker.bootstrap import append_to
 from tests.support.ckpt_run import DOCUMENT, NAMES, STEPS, ckpt, make_run, restored
 from tests.support.jobs import checkpointer, mounted
 from tests.support.launching import DEADLINE, SCRIPTS, Run, running
@@ -215,6 +220,68 @@ def test_a_run_folder_that_a_stranger_made_where_everybody_may_is_refused(shared
     done = run(shared / "outlast-runs" / "train", str(shared / "trace"), "10", "5")
     assert done.returncode == 73, done.stderr
     assert f"{shared / 'outlast-runs'} belongs to uid {STRANGER}" in done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("option", ["--run-dir", "--log-dir"])
+@pytest.mark.parametrize("below", ["", "train"])
+def test_nothing_is_made_in_a_folder_that_a_stranger_made_where_everybody_may(
+    shared: Path, tmp_path: Path, option: str, below: str
+) -> None:
+    place = shared / "theirs"
+    as_account(STRANGER, place.mkdir)
+    place.chmod(0o777)
+    done = run(tmp_path / "run", str(tmp_path / "trace"), "3", "5", options=(option, str(place / below)))
+    assert done.returncode == 73, done.stderr
+    assert f"{place} belongs to uid {STRANGER}" in done.stderr
+    assert not list(place.iterdir())
+    assert not (tmp_path / "trace").exists()
+
+
+@needs_root
+def test_logs_in_a_folder_in_which_everybody_may_rename_are_refused(shared: Path, tmp_path: Path) -> None:
+    shared.chmod(0o777)
+    option = ("--log-dir", str(shared))
+    done = run(tmp_path / "run", str(tmp_path / "trace"), "3", "5", options=option)
+    assert done.returncode == 73, done.stderr
+    assert f"everybody may rename what is in {shared}" in done.stderr
+    assert not list(shared.iterdir())
+    shared.chmod(0o1777)
+    done = run(tmp_path / "run", str(tmp_path / "trace"), "3", "5", options=option)
+    assert done.returncode == 0, done.stderr
+    assert list(shared.rglob("stdout.log"))
+
+
+@needs_root
+def test_a_node_ledger_in_a_folder_of_a_stranger_leaves_nothing_there(shared: Path) -> None:
+    place = shared / "theirs"
+    as_account(STRANGER, place.mkdir)
+    place.chmod(0o777)
+    said: list[str] = []
+    NodeLedger(place / "ledger", "node", said.append).append(Entry(1.0, "node", What.RELEASE))
+    assert f"{place} belongs to uid {STRANGER}" in "".join(said)
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("start", ["zygote", "cold"])
+def test_a_rank_does_not_follow_a_link_in_the_place_of_its_log(tmp_path: Path, start: str) -> None:
+    victim, log = tmp_path / "victim", tmp_path / "stdout.log"
+    victim.write_text("mine")
+    log.symlink_to(victim)
+    child = os.fork()
+    if child == 0:  # the streams of the tests stay as they are
+        code = 1
+        try:
+            if start == "zygote":
+                append_to(str(log), None)
+            else:
+                start_cold(0, [sys.executable, "-c", "print('theirs')"], os.environ, (str(log), None))
+        except OSError as error:
+            code = 0 if error.errno == errno.ELOOP else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert victim.read_text() == "mine"
 
 
 @needs_root

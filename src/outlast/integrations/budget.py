@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outlast import files
 from outlast.checkpoint.policy.manifest import parse_copy_name
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import RunFolderUnusable
@@ -61,7 +62,7 @@ class Budget:
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         try:
-            self._run.root.mkdir(parents=True, exist_ok=True)
+            files.make_run_folder(self._run.root)
             self._run.write(path, value)
         except OSError as error:
             raise RunFolderUnusable(

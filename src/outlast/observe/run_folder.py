@@ -83,8 +83,8 @@ class RunFolder:
                 another run id, or does not say to which.
         """
         try:
+            files.make_run_folder(self.root, settings.in_pod())
             self.own.mkdir(parents=True, exist_ok=True)
-            files.require_own_run_folder(self.root, settings.in_pod())
             files.require_folder_or_nothing(self.checkpoints)
             lock = files.open_regular(self.own / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:

@@ -90,7 +90,8 @@ def append_to(stdout: str | None, stderr: str | None) -> None:
         if path is not None:
             with contextlib.suppress(OSError, ValueError):  # what was printed belongs to the old file
                 stream.flush()
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_NOFOLLOW
+            opened = os.open(path, flags, 0o644)
             os.dup2(opened, descriptor)
             os.close(opened)
 

@@ -64,8 +64,7 @@ class NodeLedger:
     def append(self, entry: Entry) -> None:
         """Write an entry; a failure is said, not raised."""
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            files.require_own_run_folder(self._folder, settings.in_pod())
+            files.make_run_folder(self._folder, settings.in_pod())
             descriptor = files.open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(descriptor).st_size

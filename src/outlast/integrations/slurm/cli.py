@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from outlast import settings
+from outlast import files, settings
 from outlast.errors import ExitCode, RunFolderUnusable, ScriptNotFound, UsageError
 from outlast.integrations.agent_command import carry_out, parse_command, with_stop_timeout
 from outlast.integrations.findings import Level, add_lint
@@ -114,7 +114,7 @@ def _submit(options: argparse.Namespace, command: list[str]) -> int:
         return ExitCode.OK
     path = Path(options.file or os.path.join(batch.run_dir, "slurm.sbatch"))
     try:
-        Path(batch.run_dir).mkdir(parents=True, exist_ok=True)
+        files.make_run_folder(batch.run_dir)
         path.write_text(text)
     except OSError as error:
         raise RunFolderUnusable(f"{error.filename}: {error.strerror}; nothing was submitted") from error

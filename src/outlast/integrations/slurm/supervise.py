@@ -169,7 +169,7 @@ def read_notes(folder: Path) -> list[NodeEnd]:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_run_folder(folder)
     except OSError as error:
         raise RunFolderUnusable(f"{folder}: {error.strerror}; nothing was started") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from outlast import files
+from outlast import files, settings
 from outlast.errors import ReplicasDiffer, RunFolderUnusable
 from outlast.launcher.command.options import LogSpec, folder_name
 from outlast.launcher.output.file_thread import PATIENCE, Errand, FileThread
@@ -173,13 +173,18 @@ def with_folder_of_run(spec: LogSpec, run_id: str) -> LogSpec:
     """Return the spec with a new folder of this launch below ``--log-dir``, as torchrun makes one.
 
     Raises:
-        RunFolderUnusable: it cannot be made.
+        RunFolderUnusable: it cannot be made, or a stranger could put another one in its place.
     """
     if not spec.log_dir or spec.log_dir == os.devnull:
         return spec
+    prefix = f"{folder_name(run_id)}_"
+    check = functools.partial(files.require_own_run_folder, in_pod=settings.in_pod(), called="log folder")
     try:
+        check(os.path.join(spec.log_dir, prefix))
         os.makedirs(spec.log_dir, exist_ok=True)
-        return replace(spec, log_dir=tempfile.mkdtemp(prefix=f"{folder_name(run_id)}_", dir=spec.log_dir))
+        made = tempfile.mkdtemp(prefix=prefix, dir=spec.log_dir)
+        check(made)
+        return replace(spec, log_dir=made)
     except OSError as error:
         raise RunFolderUnusable(
             f"--log-dir={spec.log_dir}: {error.strerror}; nothing was started; choose another folder"
@@ -210,7 +215,7 @@ class _Filter:
     def _write(self, lines: bytes) -> None:
         if self._file < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = files.open_regular(self._path, flags, follow=True)
+            self._file = files.open_regular(self._path, flags)
         os.write(self._file, lines)
 
     def leave(self) -> None:

@@ -66,7 +66,7 @@ class Terminal:
 
     def _open(self, path: Path) -> None:
         self._close()
-        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, follow=True)
+        self._file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def pump(self) -> None:
         """Pass on what has come, once what came before was written."""

@@ -210,7 +210,7 @@ def _begin(agent: int) -> None:
 def _opened(path: str) -> int:
     """Open what a rank writes to: a file, a terminal or a device, but never wait for the reader of a FIFO."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)
     os.set_blocking(descriptor, True)
     return descriptor
 
