@@ -316,6 +316,25 @@ def read_text(path: AnyPath, limit: int) -> str:
         raise OSError(errno.EILSEQ, "it is not text in UTF-8", os.fspath(path)) from error
 
 
+def write_whole(path: AnyPath, content: bytes) -> None:
+    """Replace a file in one rename; until then it has a name that nobody can guess, and no link has it.
+
+    Raises:
+        OSError: the file system refused; the old file is untouched.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        error.filename = os.fspath(path)
+        raise
+
+
 def remove(path: AnyPath) -> None:
     """Remove whatever is at a path of ours, a folder included; nothing there is no error."""
     try:

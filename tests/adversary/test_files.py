@@ -43,8 +43,9 @@ from outlast.preemption.worker import read_notice
 from outlast.worker.bootstrap import append_to
 from tests.support.ckpt_run import DOCUMENT, NAMES, STEPS, ckpt, make_run, restored
 from tests.support.jobs import checkpointer, mounted
-from tests.support.launching import DEADLINE, SCRIPTS, Run, running
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 
+EVENTFUL = Path(__file__).parents[1] / "observe" / "data" / "eventful.jsonl"
 STRANGER, VICTIM = 4242, 4343
 _RUN = [sys.executable, "-m", "outlast", "run"]
 _HUGE = 5 << 30  # bytes of a sparse file
@@ -386,6 +387,30 @@ def test_the_checkpoints_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
     done = run(folder, str(tmp_path / "trace"), "10", "5")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in elsewhere.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "planted"),
+    [
+        ("metrics run --textfile out.prom", ".out.prom.$$"),
+        ("chaos telemetry healthy --state-file out.prom", "out.prom.$$"),
+    ],
+    ids=["metrics", "state file"],
+)
+def test_a_file_is_not_written_under_a_name_that_a_pid_gives_away(
+    tmp_path: Path, words: str, planted: str
+) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out.prom"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    shutil.copy(EVENTFUL, tmp_path / "run" / "events.jsonl")
+    command = f"ln -s victim {planted}; exec {sys.executable} -m outlast {words}"  # exec keeps the pid
+    with subprocess.Popen(["sh", "-c", command], cwd=tmp_path) as writer:
+        try:
+            until(out.exists, "the file is written")
+            assert (victim.read_text(), out.is_symlink()) == ("mine", False)
+        finally:
+            writer.kill()
 
 
 TORN = ['{"generation": 3, "cop', "[]", "", '{"format": 9, "generation": 3}', '{"format": 1}', "\0" * 100]

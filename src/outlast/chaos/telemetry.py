@@ -151,9 +151,8 @@ def _show(moments: Iterator[Moment], state: Path, log: TextIO | None) -> None:
     for at, samples in moments:
         time.sleep(max(0.0, began + at - time.monotonic()))
         update(shown, samples)
-        temporary = state.with_name(f"{state.name}.{os.getpid()}")
-        temporary.write_text("".join(line + "\n" for lines in shown.values() for line in lines))
-        temporary.replace(state)
+        text = "".join(line + "\n" for lines in shown.values() for line in lines)
+        files.write_whole(state, text.encode())
         for event in samples:
             if isinstance(event, XidEvent) and log is not None:
                 log.write(f"NVRM: Xid (PCI:{event.pci}): {event.xid}, {event.text}\n")

@@ -247,8 +247,5 @@ def _write_down(error: BaseException, trace: types.TracebackType | None) -> None
         if isinstance(error, (NonFinite, ReplicasDiffer)):
             extra["ranks"] = list(error.ranks)
         message = {"message": f"{type(error).__name__}: {error}"[:_MOST_TEXT], "extraInfo": extra}
-        temporary = f"{path}.{os.getpid()}"
         with contextlib.suppress(OSError):
-            with open(temporary, "w") as file:
-                json.dump({"message": message}, file)
-            os.replace(temporary, path)
+            files.write_whole(path, json.dumps({"message": message}).encode())

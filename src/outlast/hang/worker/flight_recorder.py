@@ -8,14 +8,13 @@ whose id is in the heartbeat page. The answer is a file beside that page.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from outlast import _torch_compat
+from outlast import _torch_compat, files
 from outlast.ipc.processes import RECORDER_SIGNAL, answer_of
 
 if TYPE_CHECKING:
@@ -71,11 +70,8 @@ def _answer() -> None:
 
 
 def _write(path: str) -> None:
-    temporary = f"{path}.new"
     answer = {"at": time.monotonic(), "groups": summary(), "stacks": stacks()}
-    with open(temporary, "w") as file:
-        json.dump(answer, file)
-    os.replace(temporary, path)
+    files.write_whole(path, json.dumps(answer).encode())
 
 
 def stacks() -> str:

@@ -115,7 +115,10 @@ def _submit(options: argparse.Namespace, command: list[str]) -> int:
     path = Path(options.file or os.path.join(batch.run_dir, "slurm.sbatch"))
     try:
         files.make_run_folder(batch.run_dir)
-        path.write_text(text)
+        if options.file:
+            path.write_text(text)
+        else:
+            files.write_whole(path, text.encode())
     except OSError as error:
         raise RunFolderUnusable(f"{error.filename}: {error.strerror}; nothing was submitted") from error
     job = slurm_commands.call(("sbatch", "--parsable", str(path)), "the id of a new job").strip()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from pathlib import Path
 
+from outlast import files
 from outlast.errors import UsageError
 from outlast.observe import report
 from outlast.observe.dashboard import document, logs
@@ -39,13 +38,9 @@ def write(run_dir: Path, path: Path) -> None:
         unknown=len(log.unknown),
     )
     content = document.page(f"run {view.run_id or run_dir.name}", document.sections(shown))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(temporary, path)
+        files.write_whole(path, content.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UsageError(f"--html {path}: {error.strerror}; the page was not written") from error
 
 

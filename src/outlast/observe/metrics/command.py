@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.resources
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from outlast import files
 from outlast.errors import ExitCode, UsageError
 from outlast.observe.following import RunFollower
 from outlast.observe.metrics import endpoint, trackers
@@ -163,10 +163,7 @@ def _replace(path: Path, text: str) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # does not end in .prom
     try:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
+        files.write_whole(path, text.encode(errors="replace"))  # its other name does not end in .prom
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UsageError(f"--textfile {path}: {error.strerror}; the metrics were not written") from error
