@@ -30,6 +30,7 @@ from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, rank_files
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import own, remove_abandoned
 from outlast.errors import CheckpointMismatch, RunFolderBusy, RunFolderUnusable
 from outlast.fields import FORMAT_VERSION
@@ -411,6 +412,79 @@ def test_a_file_is_not_written_under_a_name_that_a_pid_gives_away(
             assert (victim.read_text(), out.is_symlink()) == ("mine", False)
         finally:
             writer.kill()
+
+
+def elsewhere_with_leftovers(folder: Path) -> dict[str, str]:
+    """Make a folder of somebody else's, with files that a sweep of copies would remove; return its files."""
+    (folder / ".tmp-theirs").mkdir(parents=True)
+    (folder / ".trash-theirs").mkdir()
+    (folder / ".tmp-theirs" / "file").write_text("theirs")
+    return contents_of(folder)
+
+
+def contents_of(folder: Path) -> dict[str, str]:
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return {name: path.read_text() if path.is_file() else "" for name, path in found.items()}
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["launcher", "script"])
+def test_a_link_in_the_place_of_a_training_is_refused(tmp_path: Path, launched: bool) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    of_job(folder, f"job-{os.getpid()}")
+    before = elsewhere_with_leftovers(elsewhere)
+    (folder / "checkpoints").mkdir()
+    link = folder / "checkpoints" / "fold-0"
+    link.symlink_to(elsewhere)
+    script = [str(SCRIPTS / "folds.py"), "NAMED"]
+    words = [*_RUN, "--run-dir", str(folder), *script] if launched else [sys.executable, *script]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        env={**os.environ, "OUTLAST_RUN_DIR": str(folder)},
+    )
+    assert done.returncode == (73 if launched else 1), done.stderr
+    assert "RunFolderUnusable" in done.stderr
+    assert str(link) in done.stderr
+    assert "fold 0" not in done.stdout
+    assert contents_of(elsewhere) == before
+    done = ckpt("ls", link)
+    assert (done.returncode, str(link) in done.stderr) == (73, True), done.stdout
+
+
+def test_a_link_that_takes_the_place_of_a_training_is_not_followed(tmp_path: Path) -> None:
+    """It came while the training went on."""
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "fold-0"
+    before = elsewhere_with_leftovers(elsewhere)
+    link.symlink_to(elsewhere)
+    tier = DirectoryTier(link, linked=False)
+    for act in (lambda: tier.begin(NAMES[0]), tier.make, lambda: tier.drop_unfinished("theirs")):
+        with pytest.raises(OSError, match="symbolic link"):
+            act()
+    assert tier.sweep()
+    assert contents_of(elsewhere) == before
+
+
+def test_a_link_in_the_place_of_the_quarantine_is_not_followed(tmp_path: Path) -> None:
+    contents = make_run(tmp_path / "run")
+    copies, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    elsewhere_with_leftovers(elsewhere)
+    (elsewhere / NAMES[0]).mkdir()
+    before = contents_of(elsewhere)
+    (copies / "quarantine").symlink_to(elsewhere)
+    os.truncate(copies / NAMES[0] / MANIFEST, 3)
+    for words in (("verify", "--all", "--quarantine"), ("quarantine", "--reason", "a test", NAMES[0])):
+        done = ckpt(words[0], tmp_path / "run", *words[1:])
+        assert done.returncode != 0, done.stdout
+        assert str(copies / "quarantine") in done.stderr
+    with pytest.raises(OSError, match="symbolic link"):
+        DirectoryTier(copies).remember(NAMES[0], {})
+    assert DirectoryTier(copies).quarantined() == {}
+    assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])
+    assert (copies / NAMES[0]).is_dir()
+    assert contents_of(elsewhere) == before
 
 
 TORN = ['{"generation": 3, "cop', "[]", "", '{"format": 9, "generation": 3}', '{"format": 1}', "\0" * 100]

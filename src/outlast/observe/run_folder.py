@@ -289,17 +289,30 @@ class RunFolder:
         )
 
     def _copies(self) -> list[tuple[int, int]]:
-        """Return step and generation of each checkpoint, quarantined ones included."""
+        """Return step and generation of each checkpoint, quarantined ones included; no link is followed."""
         names: list[str] = []
-        folders = (self.checkpoints, *self.trainings())
-        for place in (path for folder in folders for path in (folder, folder / "quarantine")):
+        below = [path for folder in self.trainings() for path in (folder, folder / "quarantine")]
+        inner = [path for path in (self.checkpoints / "quarantine", *below) if not path.is_symlink()]
+        for place in (self.checkpoints, *inner):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 names += os.listdir(place)
         return [found for name in names if (found := parse_copy_name(name.partition("~")[0]))]
 
     def training(self, name: str) -> Path:
-        """Return the folder of the checkpoints of a training; an empty name: of the only one."""
-        return self.checkpoints / name if name else self.checkpoints
+        """Return the folder of the checkpoints of a training; an empty name: of the only one.
+
+        Raises:
+            RunFolderUnusable: a symbolic link is in its place; that of the only training may be one.
+        """
+        if not name:
+            return self.checkpoints
+        found = self.checkpoints / name
+        if found.is_symlink():
+            raise RunFolderUnusable(
+                f"{found}: a folder is expected; it is a symbolic link; nothing was read or written there;"
+                f" put the folder itself there; {self.checkpoints} may be a link to another file system"
+            )
+        return found
 
     def trainings(self) -> list[Path]:
         """Return the folders of trainings that have a name."""

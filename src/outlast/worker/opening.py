@@ -132,7 +132,8 @@ class Opening:
         if self._training:
             with contextlib.suppress(OSError):  # a save tells why
                 files.make_below(self._folder.root, self._folder.checkpoints)
-        tier = DirectoryTier(self._folder.training(self._training), lease=context.lease_path)
+        folder = self._folder.training(self._training)
+        tier = DirectoryTier(folder, lease=context.lease_path, linked=not self._training)
         about = (self._options, self._clock, self._reporting.record, self._training)
         found = Checkpointer(tier, identity, exchange, *about)
         when_left(found.close)

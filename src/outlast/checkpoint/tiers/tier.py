@@ -2,7 +2,8 @@
 
 A copy is written under a temporary name and gets its own in a single rename, so whatever is
 called ``step-...`` was complete once. Folders that are dropped are renamed before they are
-emptied, so a half-emptied one is never taken for a copy. Nothing here follows a symbolic link.
+emptied, so a half-emptied one is never taken for a copy. Nothing here follows a symbolic link, but for the
+folder itself: it may be one to another file system, where it is not that of a training with a name.
 """
 
 from __future__ import annotations
@@ -170,15 +171,22 @@ class DirectoryTier:
         name: what messages call it.
         lease: file that says whether this node may commit here; "" where no other could.
         private: the folder, and those above it that are missing, are made for this account alone.
+        linked: the folder itself may be a symbolic link.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], name: str = "local", lease: str = "", private: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        name: str = "local",
+        lease: str = "",
+        private: bool = False,
+        linked: bool = True,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.name = name
         self._lease = lease
         self._private = private
+        self._linked = linked
 
     def names(self) -> list[str]:
         """Return the names of all copies, sound or not."""
@@ -188,7 +196,7 @@ class DirectoryTier:
         """Return what was set aside, by name, each with its reason."""
         place = self.folder / _QUARANTINE
         found = {}
-        for entry in self._entries(place) if place.is_dir() else ():
+        for entry in self._entries(place) if place.is_dir() and not place.is_symlink() else ():
             name = entry.removesuffix(".reason.json")
             if name.startswith("step-") and name not in found:
                 found[name] = self._reason(place / f"{name}.reason.json")
@@ -202,6 +210,7 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused.
         """
+        self._require_unlinked(_QUARANTINE)
         make_folder(self.folder / _QUARANTINE, self._private)
         note = f"{name}.memory.reason.json"
         with suppress(FileExistsError):
@@ -212,6 +221,18 @@ class DirectoryTier:
             return str(json.loads(read_whole(path, _REASON_BYTES))["reason"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "its reason cannot be read"
+
+    def _require_unlinked(self, *below: str) -> None:
+        """Check that no symbolic link is in the place of the folder, or of one in it.
+
+        Raises:
+            OSError: one is.
+        """
+        places = [*([] if self._linked else [self.folder]), *(self.folder / name for name in below)]
+        for place in places:
+            if place.is_symlink():
+                why = "a folder is expected; it is a symbolic link, and none is followed here"
+                raise OSError(errno.ELOOP, why, str(place))
 
     def _entries(self, folder: Path) -> list[str]:
         try:
@@ -242,8 +263,9 @@ class DirectoryTier:
         """Make the folder; not those above it, where a run may have been moved away meanwhile.
 
         Raises:
-            OSError: the file system refused, or the folder above it is gone.
+            OSError: the file system refused, the folder above it is gone, or a link is in its place.
         """
+        self._require_unlinked()
         if self._private:
             make_private(self.folder)
             return
@@ -261,6 +283,7 @@ class DirectoryTier:
             name: of the copy.
             together: a word that all who write parts of it know: each begins, and the folder is the same.
         """
+        self._require_unlinked()
         if not self.folder.is_dir():
             self.make()
             _sync(self.folder.parent)
@@ -380,6 +403,8 @@ class DirectoryTier:
         Args:
             together: see :meth:`begin`; what was begun with this word stays.
         """
+        if not self._linked and self.folder.is_symlink():
+            return [f"{self.folder} (a symbolic link, which is not followed)"]
         left = []
         for name in self._entries(self.folder):
             if name.startswith((_TEMPORARY, _TRASH)) and not (together and name.endswith(f"-{together}")):
@@ -403,6 +428,7 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused.
         """
+        self._require_unlinked()
         for name in self._entries(self.folder):
             if name.startswith(_TEMPORARY) and name.endswith(f"-{together}"):
                 shutil.rmtree(self.folder / name)
@@ -413,6 +439,7 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused; the copy stays where it is.
         """
+        self._require_unlinked(_QUARANTINE)
         place = self.folder / _QUARANTINE
         place.mkdir(exist_ok=True)
         aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in self._entries(place) else name

@@ -133,12 +133,16 @@ def find(path: str) -> Target:
 
     Raises:
         UsageError: it is neither a run folder nor a folder of copies.
+        RunFolderUnusable: it is a symbolic link in the place of a training.
     """
     if "://" in path:
         raise UsageError(f"{path}: this version looks at folders only")
     root = Path(path).absolute()
     if not root.is_dir():
         raise UsageError(f"{path}: no such folder; {_EXPECTED}{runs.nearby(root)}")
+    above = RunFolder(root.parent.parent)
+    if root in above.trainings() and (above.root / "run.json").exists():
+        above.training(root.name)
     real = root.resolve()
     for run in (root, real.parent, real.parent.parent):
         folder = RunFolder(run)

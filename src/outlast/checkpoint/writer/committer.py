@@ -221,7 +221,7 @@ class CopyCommitter:
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
         self._stage = Stage(members.stage, members.private)
-        self._tier = DirectoryTier(members.tier, lease=lease)
+        self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self.succeeded = False  # the writer of another owner waits for the end of this one
