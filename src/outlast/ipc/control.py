@@ -49,6 +49,66 @@ def set_apart(descriptor: int) -> int:
     return high
 
 
+def file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return what identifies the file of a descriptor (not an eventfd: all share one); None: it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def still_ours(descriptor: int, file: tuple[int, int] | None) -> Iterator[int | None]:
+    """Yield a duplicate of a descriptor; None: the script has closed it, or its number has another file."""
+    own = -1
+    with contextlib.suppress(OSError):
+        own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGHEST - _ROOM)
+    with contextlib.suppress(OSError):
+        own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3) if own < 0 else own
+    found = file_of(own) if own >= 0 else None
+    try:
+        yield own if found is not None and found == file else None
+    finally:
+        if found is not None and file_of(own) == found:  # else the script has closed this number, too
+            os.close(own)
+
+
+class Pipe:
+    """A pipe, both ends apart and without waiting, that is used only while the script has not closed it."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = map(set_apart, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        self.file = file_of(self.reader)
+
+    @property
+    def whole(self) -> bool:
+        """Whether both ends are ours still."""
+        return self.file is not None and file_of(self.reader) == self.file == file_of(self.writer)
+
+    def write(self, content: bytes) -> bool:
+        """Write unless it is full; return False where it is closed."""
+        with still_ours(self.writer, self.file) as own:
+            try:
+                return own is not None and os.write(own, content) >= 0
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+
+    def read(self, limit: int) -> bytes:
+        """Return what it holds; nothing where it is closed."""
+        with still_ours(self.reader, self.file) as own, contextlib.suppress(OSError):
+            return b"" if own is None else os.read(own, limit)
+        return b""
+
+    def close(self) -> None:
+        """Close what is ours still."""
+        for descriptor in (self.reader, self.writer):
+            if self.file is not None and file_of(descriptor) == self.file:
+                os.close(descriptor)
+
+
 def map_shared(path: str | os.PathLike[str], size: int) -> memoryview:
     """Map a file of a private folder; ``mmap.mmap`` would keep a descriptor open beside the mapping.
 

@@ -14,6 +14,7 @@ workers of a DataLoader, ignore signals that their parent did not send.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import datetime
@@ -35,7 +36,7 @@ from outlast import files, settings
 from outlast.config import ASSUMED_LEAD, PreemptionOptions
 from outlast.errors import ExitCode, UsageError
 from outlast.hang.worker import heartbeat
-from outlast.ipc.control import set_apart
+from outlast.ipc.control import Pipe, file_of, still_ours
 from outlast.ipc.exchange import SystemClock
 from outlast.ports import Clock
 from outlast.preemption.policy import (
@@ -51,6 +52,8 @@ from outlast.preemption.policy import (
 
 _TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}  # the system call, which libc does not offer
 _SIGINFO_BYTES = 128
+_PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_MOST = 4096  # bytes of a pipe that are read at a time
 
 
 class Handlers:
@@ -64,11 +67,14 @@ class Handlers:
     def __init__(self, names: Iterable[str], shield: bool) -> None:
         self.numbers = frozenset(signal.Signals[name].value for name in names)
         self._shield = shield
-        self._reader, self._writer = map(set_apart, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
-        # Apart from the pipe: what another thread takes from it must not let the listener sleep on.
-        self._alarm = set_apart(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._signals = Pipe()
+        # Apart from it: what another thread takes from it must not let the listener sleep on.
+        self._alarm = Pipe()
+        self._missed: collections.deque[int] = collections.deque()  # while the script had closed the pipe
         self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
+        self._wakeup = self._wakeup_before = -1
+        self._on_main = _PENDING(self._wake_by_new_pipe)
+        self._wakeup_file: tuple[int, int] | None = None
         self._owner = os.getpid()
 
     def install(self) -> None:
@@ -78,7 +84,9 @@ class Handlers:
             ValueError: this is not the main thread.
         """
         self._before = {number: signal.signal(number, self._take) for number in sorted(self.numbers)}
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._wakeup = self._signals.writer
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._wakeup_file = file_of(self._wakeup_before)
         os.register_at_fork(after_in_child=self._leave_to_child)
         if self._shield:
             util.register_after_fork(self, Handlers._shield_child)
@@ -88,10 +96,12 @@ class Handlers:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._take:
                 signal.signal(number, before)
-        found = signal.set_wakeup_fd(self._wakeup_before, warn_on_full_buffer=False)
-        if found not in (self._writer, -1):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
         self._before = {}
+        theirs = file_of(self._wakeup_before) if self._wakeup_before >= 0 else None
+        before = self._wakeup_before if theirs is not None and theirs == self._wakeup_file else -1
+        found = signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        if found not in (self._wakeup, -1) and file_of(found) is not None:
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
 
     def ignore(self) -> None:
         """Heed nothing any more; a process that ends would get back the default actions, which kill it."""
@@ -99,36 +109,64 @@ class Handlers:
             signal.signal(number, signal.SIG_IGN)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(BlockingIOError):  # a loop of asyncio may have taken the place of the pipe
-            os.write(self._writer, bytes((number,)))
+        if not self._signals.write(bytes((number,))):  # asyncio's wakeup descriptor may be in its place
+            self._missed.append(number)
+            self.wake()
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
     def wake(self) -> None:
         """End the wait in :meth:`wait`, or the next one; from any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._alarm, 1)
+        self._alarm.write(b"\0")
 
     def wait(self, seconds: float) -> list[int]:
         """Return the signals that have arrived; after so many seconds, or when anything wakes it.
 
         Only one thread waits.
         """
-        files.readable([self._reader, self._alarm], seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._alarm)
+        signals, alarm = self._signals, self._alarm
+        with still_ours(signals.reader, signals.file) as one, still_ours(alarm.reader, alarm.file) as other:
+            if one is not None and other is not None and signals.whole and alarm.whole:
+                files.readable([one, other], seconds)  # also ends where a writing end is closed
+        alarm.read(_MOST)
+        if not (signals.whole and alarm.whole):
+            self._renew()
         return self.taken()
+
+    def _renew(self) -> None:
+        """Make pipes in the place of those that the script has closed."""
+        old = (self._signals, self._alarm)
+        try:
+            fresh = Pipe(), Pipe()
+        except OSError:  # no descriptor is left now
+            threading.Event().wait(_TURN)
+            return
+        self._signals, self._alarm = fresh
+        for pipe in old:
+            pipe.close()
+        ctypes.pythonapi.Py_AddPendingCall(self._on_main, None)
+
+    def _wake_by_new_pipe(self, _: int | None) -> int:
+        """On the main thread, where alone it may be done: let the interpreter write into the new pipe."""
+        with contextlib.suppress(ValueError, OSError):
+            if self._before:
+                found = signal.set_wakeup_fd(self._signals.writer, warn_on_full_buffer=False)
+                if found not in (self._wakeup, -1):  # of a loop of asyncio
+                    signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+                self._wakeup = self._signals.writer
+        return 0
 
     def taken(self) -> list[int]:
         """Return the signals that have arrived and that nobody has taken yet; from any thread."""
-        try:
-            found = os.read(self._reader, 4096)
-        except BlockingIOError:
-            return []
-        if self._wakeup_before >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._wakeup_before, found)
+        found = self._signals.read(_MOST)
+        with contextlib.suppress(IndexError):
+            while True:
+                found += bytes((self._missed.popleft(),))
+        if found and self._wakeup_before >= 0:
+            with still_ours(self._wakeup_before, self._wakeup_file) as own, contextlib.suppress(OSError):
+                if own is not None:
+                    os.write(own, found)
         return [number for number in found if number in self.numbers]
 
     def _leave_to_child(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,55 @@ for number in range(3, 1024):
     os.dup2(data, number)
 os.write(data, b"mine")
 time.sleep(600)
+"""
+CLOSES_IN_A_SESSION = """
+import os, sys, torch, outlast
+with outlast.start(save_interval=5) as session:
+    if sys.argv[2] == "early":
+        os.closerange(3, 4096)
+    session.restore(model=torch.nn.Linear(3, 3))
+    for step in session.steps(10):
+        if step == 3 and sys.argv[2] == "late":
+            os.closerange(3, 4096)
+            data = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for number in range(3, 1024):
+                os.dup2(data, number)
+            os.write(data, b"mine")
+"""
+HEEDS = """
+import os, queue, signal, stat, sys, threading, time
+from outlast.preemption.worker import Handlers
+
+handlers, heard = Handlers(("SIGTERM",), shield=False), queue.Queue()
+handlers.install()
+
+
+def listen():
+    while True:
+        for number in handlers.wait(60.0):
+            heard.put(number)
+
+
+def is_data(number):
+    try:
+        return os.path.samestat(os.fstat(number), os.fstat(data))
+    except OSError:
+        return True
+
+
+threading.Thread(target=listen, daemon=True).start()
+os.closerange(3, 4096)
+data = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for number in range(3, 1024):
+    os.dup2(data, number)
+os.write(data, b"mine")
+handlers.wake()
+while is_data(handlers._wakeup):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGTERM)
+print("heard", heard.get(timeout=60.0), flush=True)
+handlers.release()
+handlers.wake()
 """
 SECRETS = """
 import json, os, sys
@@ -67,6 +117,30 @@ def test_stacks_of_a_hang_are_never_written_to_a_file_of_the_script(tmp_path: Pa
         assert run.finish() != 0
     assert "FAULT hang" in run.console()
     assert data.read_bytes() == b"mine"
+
+
+def test_signals_are_heeded_in_a_process_that_has_closed_all_descriptors(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    done = subprocess.run(
+        [sys.executable, "-c", HEEDS, str(data)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "heard 15\n"), done.stderr
+    assert data.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_script_that_closes_all_descriptors_ends_as_any_other(tmp_path: Path, when: str) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(b"")
+    arguments = (script(tmp_path, CLOSES_IN_A_SESSION), str(data), when)
+    with running(Run(tmp_path / "run", *arguments)) as run:
+        assert run.finish() == 0, run.console()
+    assert run.records("fault_seen") == []
+    assert data.read_bytes() == (b"mine" if when == "late" else b"")
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
