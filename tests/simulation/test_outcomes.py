@@ -1,0 +1,152 @@
+"""What becomes of 2,000 simulated jobs with drawn faults, as it was recorded: a net for rewrites of policies.
+
+A seed draws a job (nodes, spares, steps) and what befalls it: workers that die, agents that are killed and
+start again, nodes that lose power, are stopped, busy or cut off, connections that are reset. What is compared
+is what a user sees: whether and how the job ended, the newest step on disk, generations, restarts, nodes that
+stay out. A difference is explained in the commit that records anew, or it is a defect:
+
+    python -m tests.simulation.test_outcomes       # records anew, and prints what has changed
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from collections import Counter
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulation.fencing import overlaps
+from tests.simulation.fleet import Fleet, Halt
+
+RECORDED = Path(__file__).parent / "data" / "outcomes.json.gz"
+SEEDS = 2_000
+PARTS = 20
+QUICK = 4  # parts that every run of the suite plays
+_LIMIT = 240.0  # simulated seconds
+_FAULTS = ("fail", "kill", "power", "stop", "busy", "cut", "reset")
+
+
+def play(seed: int) -> dict[str, Any]:
+    """Return what becomes of a seed's job."""
+    dice = random.Random(f"outcome {seed}")
+    most = dice.randint(1, 4)
+    least, spares = dice.randint(1, most), dice.choice((0, 0, 1, 2))
+    steps = dice.randrange(60, 400)
+    fleet = Fleet(most + spares, least, most, spares=spares, seed=seed, steps=steps)
+    fleet.shared = dice.random() < 0.8
+    due: list[tuple[float, str, str]] = []
+    for _ in range(dice.choice((0, 1, 1, 2, 3, 4, 6))):
+        due.append(
+            (
+                fleet.now + dice.uniform(0.0, steps * 0.1 + 5.0),
+                dice.choice(_FAULTS),
+                dice.choice(list(fleet.nodes)),
+            )
+        )
+    due.sort()
+    undo: list[tuple[float, str, str]] = []
+    end = fleet.now + _LIMIT
+    while fleet.now < end and (undo or any(node.cluster_node is not None for node in fleet.nodes.values())):
+        fleet.run(min([fleet.now + 0.5, *(at for at, *_ in (*due, *undo) if at > fleet.now)]))
+        while due and due[0][0] <= fleet.now:
+            _, what, name = due.pop(0)
+            if _befalls(fleet, what, name):
+                undo.append((fleet.now + dice.choice((2.0, 4.0, 7.0, 12.0, 20.0)), what, name))
+        for one in [one for one in undo if one[0] <= fleet.now]:
+            undo.remove(one)
+            _passes(fleet, *one[1:])
+        fleet.leave()
+    return _outcome(fleet)
+
+
+def _befalls(fleet: Fleet, what: str, name: str) -> bool:
+    """Let something happen to a node; return whether it passes after a while."""
+    node = fleet.nodes[name]
+    if node.cluster_node is None or not node.turns or node.side:
+        return False
+    if what == "fail":
+        if node.started:
+            fleet.fail(name)
+        return False
+    if what == "reset":
+        others = [other for other in fleet.nodes if other != name]
+        if others:
+            fleet.reset(name, others[0])
+        return False
+    if what in ("kill", "power"):
+        fleet.kill(name, power=what == "power")
+    elif what == "stop":
+        fleet.stop(name)
+    elif what == "busy":
+        fleet.halt(name, Halt.BUSY)
+    else:
+        fleet.cut(name)
+    return True
+
+
+def _passes(fleet: Fleet, what: str, name: str) -> None:
+    """Undo what happened to a node."""
+    node = fleet.nodes[name]
+    if what in ("kill", "power"):
+        if node.cluster_node is None and not any(one.ending for one in fleet.nodes.values()):
+            fleet.start(name, after=node.running)
+    elif what == "stop" and node.stopped:
+        fleet.resume(name)
+    elif what == "busy" and node.agent is Halt.BUSY:
+        fleet.go_on(name)
+    elif what == "cut":
+        node.side = 0
+
+
+def _outcome(fleet: Fleet) -> dict[str, Any]:
+    said = Counter(line.split(": ")[1].split(" after ")[0] for line in fleet.log if " after " in line)
+    restarts = {kind: said[kind] for kind in ("restart-in-job", "replace-node", "shrink") if said[kind]}
+    ends = [node.ending for node in fleet.nodes.values() if node.ending is not None]
+    newest = fleet.generation()
+    return {
+        "ended": sorted({end.exit_code for end in ends}),
+        "nodes": len(ends),
+        "saved": max((one.step for one in fleet.commits), default=-1),
+        "generations": newest,
+        "restarts": restarts,
+        "lost": sum(" is lost: " in line for line in fleet.log),
+        "back": len(fleet.lived),
+        "refused": sum(bool(node.turned_away) for node in fleet.nodes.values()),
+        "overlaps": bool(overlaps(fleet.commits)),
+    }
+
+
+def part(number: int) -> list[dict[str, Any]]:
+    """Return the outcomes of a part of the seeds."""
+    return [play(seed) for seed in range(number, SEEDS, PARTS)]
+
+
+@pytest.mark.parametrize("number", range(QUICK))
+def test_what_becomes_of_a_job_is_as_it_was_recorded(number: int) -> None:
+    recorded = json.loads(gzip.decompress(RECORDED.read_bytes()))
+    for seed, found in zip(range(number, SEEDS, PARTS), part(number), strict=True):
+        assert found == recorded[seed], f"seed {seed}"
+
+
+def main() -> None:
+    """Record anew."""
+    before = json.loads(gzip.decompress(RECORDED.read_bytes())) if RECORDED.exists() else []
+    with Pool() as pool:
+        parts = pool.map(part, range(PARTS))
+    found = [parts[seed % PARTS][seed // PARTS] for seed in range(SEEDS)]
+    for seed, (one, other) in enumerate(zip(before, found, strict=False)):
+        if one != other:
+            changed = {key: (one.get(key), other[key]) for key in other if one.get(key) != other[key]}
+            sys.stdout.write(f"seed {seed}: {changed}\n")
+    RECORDED.parent.mkdir(exist_ok=True)
+    RECORDED.write_bytes(gzip.compress(json.dumps(found, separators=(",", ":")).encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    main()
