@@ -30,7 +30,7 @@ _LOG = logging.getLogger("outlast")
 _BESIDE = ".digests.json"
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _PART = 1 << 22  # bytes
-_MOST = 1 << 20  # bytes of a file of digests, each of which has some 40
+_MOST = 1 << 20  # bytes of a file of digests; one digest takes some 40
 _HEAD = 1 << 16  # bytes of a checkpoint's pickle, which begins with the epoch and the step
 _TorchIO: Any = importlib.import_module(f"{package()}.plugins.io").TorchCheckpointIO
 
