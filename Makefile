@@ -26,7 +26,7 @@ READY := $(VENV)/.installed
 SIDE_BY_SIDE := -n auto --dist loadfile
 # Tests that start jobs or clusters mostly wait, so three run at a time.
 THREE_AT_A_TIME := -n 3 --dist loadfile
-JOB_TESTS := $(wildcard tests/*/jobs) tests/adversary tests/chaos
+JOB_TESTS := $(wildcard tests/*/jobs) tests/scenarios tests/adversary tests/chaos
 CLUSTER_TESTS := tests/clusters
 ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
 

@@ -1,6 +1,6 @@
 """The fast tests of a capability, called without pytest, and the statements of policies that each reaches.
 
-Tests are those of tests/CAPABILITY/policy and the transcripts of tests/scenarios. A test runs once for each
+Tests are those of tests/CAPABILITY/policy and the transcripts of tests/simulation. A test runs once for each
 set of values of its ``parametrize`` marks. It may take the fixtures ``seed``, ``tmp_path`` and
 ``monkeypatch``, and those of its own module that need no other. Tests with other fixtures, and tests in
 classes, are left out.
@@ -31,6 +31,7 @@ from mutation import noted
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES = ROOT / "src" / "outlast"
 _TRANSCRIPTS = "tests.simulation.transcript"
+_OF_INCIDENTS = ROOT / "tests" / "simulation" / "transcripts"
 Lines = frozenset[tuple[str, int]]
 _Cases = dict[str, tuple[Callable[..., None], list[dict[str, Any]]]]  # a test, and its sets of values
 
@@ -60,7 +61,7 @@ class Test:
         module = importlib.import_module(self.module)
         _clear_caches()
         if self.module == _TRANSCRIPTS:
-            text = (ROOT / "tests" / "scenarios" / self.name).read_text()
+            text = (_OF_INCIDENTS / self.name).read_text()
             assert module.play(text) == text, f"{self.name}: the policies answer otherwise"
             return
         function, sets = _cases(module)[self.name]
@@ -100,8 +101,8 @@ def tests_of(capability: str) -> list[Test]:
             for place in range(len(sets))
         ]
     importlib.import_module(_TRANSCRIPTS)
-    scenarios = sorted((ROOT / "tests" / "scenarios").glob("*.txt"))
-    return found + [Test(_TRANSCRIPTS, path.name, 0, False) for path in scenarios]
+    transcripts = sorted(_OF_INCIDENTS.glob("*.txt"))
+    return found + [Test(_TRANSCRIPTS, path.name, 0, False) for path in transcripts]
 
 
 @cache

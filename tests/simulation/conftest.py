@@ -4,4 +4,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-scenarios", action="store_true", help="write the answers down")
+    parser.addoption("--rewrite-transcripts", action="store_true", help="write the answers down")
