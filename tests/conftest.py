@@ -27,6 +27,10 @@ settings.register_profile("outlast", deadline=None, print_blob=True, derandomize
 settings.load_profile("outlast")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-transcripts", action="store_true", help="write what is printed into them")
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_open() -> Iterator[None]:
     """Close the checkpointers and end the savers of a test that stands for a job which ended or died."""
