@@ -126,9 +126,16 @@ def _sets(test: Callable[..., None]) -> list[dict[str, Any]]:
         if mark.name == "parametrize":
             names, rows = mark.args[:2]
             keys = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
-            tuples = [row if len(keys) > 1 else (row,) for row in rows]
+            tuples = [_values(row, len(keys)) for row in rows]
             sets = [{**one, **dict(zip(keys, row, strict=True))} for row in tuples for one in sets]
     return sets
+
+
+def _values(row: Any, number: int) -> tuple[Any, ...]:
+    """Return the values of a row of a table, which may be a ``pytest.param``."""
+    if isinstance(row, type(pytest.param())):
+        return tuple(row.values)
+    return tuple(row) if number > 1 else (row,)
 
 
 def _provides(module: ModuleType, name: str) -> bool:
