@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from outlast.hang.policy.diagnosis import LOOKS_ALONE, LOOKS_BEHIND, Case, RankEvidence, Verdict, rule
-from outlast.hang.policy.rank_state import Call, Doing, Facts, GroupState, doing_of
+from outlast.hang.policy.diagnosis import Case, Verdict, rule
+from outlast.hang.policy.rank_state import Call, Doing, Facts, doing_of
+from tests.hang.policy.builders import SITE, group, rank
 
 PATIENCE = 300.0
+SILENCES = (0.0, 9.9, 10.0, 299.9, 300.0, 599.9, 600.0, 1799.9, 1800.0, 1e9)
+NAMED, NOBODY = Verdict(1, "x", (0,)), Verdict(-1, "x")
+IN_COLLECTIVE = rank(0, Doing.COLLECTIVE)
 
 
-def rank(number: int, doing: Doing, **fields: Any) -> RankEvidence:
-    usual = {"alive": True, "process_state": "S", "cpu_busy": False, "stack": ("train.py:main",), "step": 7}
-    return RankEvidence(number, **{**usual, "sections": (), "last_beat": 1.0, "doing": doing, **fields})
-
-
-def judged(doing: Doing, waited: float, missed: bool, **fields: Any) -> bool:
-    """Judge rank 1; rank 0 waits for it, or does the same."""
-    other = rank(0, Doing.COLLECTIVE) if missed else rank(0, doing, **fields)
-    verdict = Verdict(1, "x", (0,)) if missed else Verdict(-1, "cannot tell")
-    return rule(Case(verdict, (other, rank(1, doing, **fields)), waited, PATIENCE)).convicted
+def hung_after(verdict: Verdict, *evidence: Any, **fields: Any) -> float:
+    """Return the shortest silence that is a hang."""
+    case = Case(verdict, evidence, 0.0, PATIENCE, **fields)
+    return next((one for one in SILENCES if rule(replace(case, waited=one)).convicted), math.inf)
 
 
 @pytest.mark.parametrize(
@@ -40,237 +38,177 @@ def judged(doing: Doing, waited: float, missed: bool, **fields: Any) -> bool:
         (Doing.LOADER, {"steady": 9}, True, 1800.0),
         (Doing.CHILD, {"steady": 9}, True, 1800.0),
         (Doing.DEBUGGED, {"steady": 9}, True, 1800.0),
-        (Doing.SLEEPS, {"steady": LOOKS_BEHIND}, True, 10.0),  # it may try something again
-        (Doing.SLEEPS, {"steady": LOOKS_BEHIND - 1}, True, 300.0),
+        (Doing.SLEEPS, {"steady": 2}, True, 10.0),  # it may try something again
+        (Doing.SLEEPS, {"steady": 1}, True, 300.0),
         (Doing.SLEEPS, {"steady": 99}, False, 1800.0),
-        (Doing.NOTHING, {"steady": LOOKS_BEHIND}, True, 0.0),
-        (Doing.NOTHING, {"steady": LOOKS_ALONE}, False, 0.0),  # deadlocked
-        (Doing.NOTHING, {"steady": LOOKS_ALONE, "moved": True}, False, 1800.0),
-        (Doing.NOTHING, {"steady": LOOKS_ALONE - 1}, False, 1800.0),
-        (Doing.COLLECTIVE, {"steady": LOOKS_BEHIND}, False, 0.0),  # a link is down, or they do not match
+        (Doing.NOTHING, {"steady": 2}, True, 0.0),
+        (Doing.NOTHING, {"steady": 1}, True, 300.0),
+        (Doing.NOTHING, {"steady": 4}, False, 0.0),  # deadlocked
+        (Doing.NOTHING, {"steady": 4, "moved": True}, False, 1800.0),
+        (Doing.NOTHING, {"steady": 3}, False, 1800.0),
+        (Doing.COLLECTIVE, {"steady": 2}, True, 0.0),  # it is in another one than all others
+        (Doing.COLLECTIVE, {"steady": 2}, False, 0.0),  # a link is down, or they do not match
     ],
 )
 def test_how_long_a_silence_may_be(doing: Doing, fields: dict[str, Any], missed: bool, limit: float) -> None:
-    if limit:
-        assert not judged(doing, min(limit, 1e9) - 0.1, missed, **fields)
-    if limit < math.inf:
-        assert judged(doing, limit, missed, **fields)
+    one = rank(1, doing, **fields)
+    if not missed:
+        assert hung_after(NOBODY, rank(0, doing, **fields), one) == limit
+        return
+    assert hung_after(NAMED, IN_COLLECTIVE, one) == limit
+    assert hung_after(NAMED, one, spread=True, joint=True) == limit, "a rank of another node waits for it"
 
 
-@pytest.mark.parametrize(("missed", "looks"), [(True, 2), (False, 4)])
-def test_an_idle_rank_is_hung_at_the_second_look_if_it_is_waited_for_and_else_at_the_fourth(
-    missed: bool, looks: int
-) -> None:
-    assert [judged(Doing.NOTHING, 5.0, missed, steady=looks - before) for before in (1, 0)] == [False, True]
+COMPUTES, HERE, AWAY = rank(1, Doing.COMPUTES), group(7, 7, (0, 1)), group(7, 7, (0, 1, 2, 3))
+RANKS = [rank(number, Doing.COLLECTIVE, steady=9) for number in (0, 1)]
+STILL = rank(1, Doing.STOPPED)
 
 
-def test_only_the_rank_that_waits_for_nothing_is_asked_what_it_does() -> None:
-    evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE), rank(2, Doing.COMPUTES))
-    ruling = rule(Case(Verdict(1, "x", (0,)), evidence, 12.0, PATIENCE))
-    assert not ruling.convicted
-    assert ruling.reason == (
-        "rank 1 waits for storage: a disk or file system is slow: the hang timeout is extended to 1800 s of"
-        " silence"
-    )
-
-
-def test_one_rank_that_computes_speaks_for_all_of_which_none_is_named() -> None:
-    evidence = (rank(0, Doing.COMPUTES), rank(1, Doing.NOTHING, steady=9), rank(2, Doing.SLEEPS))
-    assert not rule(Case(Verdict(-1, "cannot tell"), evidence, 1e6, PATIENCE)).convicted
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_ranks_that_wait_for_another_node_leave_the_verdict_to_it_for_a_while(known: bool) -> None:
-    groups = (GroupState("0", (0, 1, 2, 3), 7, 7),) if known else None
-    evidence = [rank(number, Doing.COLLECTIVE, steady=9, collectives=groups) for number in (0, 1)]
-    case = Case(Verdict(-1, "cannot tell"), evidence, PATIENCE - 1, PATIENCE, spread=True)
-    assert not rule(case).convicted
-    assert rule(Case(case.verdict, evidence, PATIENCE, PATIENCE, spread=True)).convicted
-    assert rule(Case(case.verdict, evidence, 5.0, PATIENCE, spread=known)).convicted is not known
-
-
-@pytest.mark.parametrize("waited", [1.5, 20.0, 299.0, 1000.0])
-def test_looks_become_rarer_but_not_too_rare(waited: float) -> None:
-    ruling = rule(
-        Case(Verdict(1, "x", (0,)), (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE)), waited, PATIENCE)
-    )
-    assert 0.5 <= ruling.look_in <= 30.0
+def within(*groups: Any) -> list[Any]:
+    return [replace(one, collectives=groups) for one in RANKS]
 
 
 @pytest.mark.parametrize(
-    ("waited", "look_in"),
+    ("verdict", "evidence", "fields", "limit"),
     [
-        (0.4, 0.5),
-        (20.0, 10.0),
-        (1000.0, 30.0),
-        (1790.0, 10.0),  # when the time that it is allowed ends
-        (1799.9, 0.5),
+        pytest.param(NOBODY, [], {}, 0.0, id="no evidence"),
+        pytest.param(Verdict(1, "x"), [IN_COLLECTIVE, COMPUTES], {}, math.inf, id="waits elsewhere"),
+        pytest.param(NAMED, [rank(0), COMPUTES], {}, math.inf, id="idle rank is no proof of a wait"),
+        pytest.param(NAMED, [rank(0, gpu=True), COMPUTES], {}, 300.0, id="wait on a GPU shows nothing"),
+        pytest.param(
+            NAMED, [IN_COLLECTIVE, rank(1, Doing.STORAGE), replace(COMPUTES, rank=2)], {}, 1800.0, id="named"
+        ),
+        pytest.param(NOBODY, [rank(0, steady=9), COMPUTES], {}, math.inf, id="one computes, nobody named"),
+        pytest.param(NAMED, [IN_COLLECTIVE, COMPUTES], {"limit": 300.0}, 600.0, id="after the timeout"),
+        pytest.param(NAMED, [IN_COLLECTIVE, STILL], {}, 0.0, id="stopped"),
+        pytest.param(
+            NAMED, [replace(IN_COLLECTIVE, continued=True), STILL], {}, 300.0, id="continued one by one"
+        ),
+        pytest.param(NOBODY, RANKS, {"spread": True}, 300.0, id="other nodes"),
+        pytest.param(NOBODY, RANKS, {}, 0.0, id="no other node"),
+        pytest.param(NOBODY, within(AWAY), {"spread": True}, 300.0, id="group of other nodes"),
+        pytest.param(
+            NOBODY, within(HERE, replace(AWAY, pending=0)), {"spread": True}, 0.0, id="group of this node"
+        ),
+        pytest.param(Verdict(0, "x"), [rank(0, steady=4)], {"spread": True}, 0.0, id="does not wait itself"),
+        pytest.param(NAMED, RANKS[:1], {"spread": True, "joint": True}, 1800.0, id="named on another node"),
     ],
 )
-def test_the_next_look_is_after_half_the_silence_so_far_or_when_it_counts(
-    waited: float, look_in: float
+def test_whose_silence_counts(
+    verdict: Verdict, evidence: list[Any], fields: dict[str, Any], limit: float
 ) -> None:
-    evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.STORAGE))
-    assert rule(Case(Verdict(1, "x", (0,)), evidence, waited, PATIENCE)).look_in == pytest.approx(look_in)
+    assert hung_after(verdict, *evidence, **fields) == limit
 
 
-def test_a_rank_that_did_nothing_since_the_last_look_is_looked_at_again_soon() -> None:
-    def look_in(**fields: Any) -> float:
-        evidence = (rank(0, Doing.COLLECTIVE), rank(1, Doing.SLEEPS, **fields))
-        return rule(Case(Verdict(1, "x", (0,)), evidence, 20.0, PATIENCE)).look_in
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, math.inf),
+        ({"collectives": None}, 0.0),
+        ({"collectives": (HERE,)}, 0.0),
+        ({"cpu_busy": False}, 0.0),
+        ({"gpu": False}, 0.0),
+        ({"doing": Doing.SLEEPS}, 1800.0),
+    ],
+)
+def test_a_gpu_rank_that_spins_and_waits_for_nobody_computes(changes: dict[str, Any], limit: float) -> None:
+    usual = {"gpu": True, "cpu_busy": True, "steady": 99, "collectives": (group(7, 0, (0, 1)),)}
+    assert hung_after(NOBODY, rank(0, **{**usual, **changes})) == limit
 
-    assert (look_in(), look_in(steady=LOOKS_BEHIND - 1)) == (10.0, 1.0)
+
+@pytest.mark.parametrize(
+    ("doing", "steady", "waited", "look_in"),
+    [
+        (Doing.STORAGE, 0, 0.4, 0.5),
+        (Doing.STORAGE, 0, 20.0, 10.0),
+        (Doing.STORAGE, 0, 1000.0, 30.0),
+        (Doing.STORAGE, 0, 1790.0, 10.0),  # when the time that it is allowed ends
+        (Doing.STORAGE, 0, 1799.9, 0.5),
+        (Doing.SLEEPS, 0, 20.0, 10.0),
+        (Doing.SLEEPS, 1, 20.0, 1.0),  # it did nothing since the last look
+    ],
+)
+def test_the_next_look_is_after_half_the_silence_or_when_it_counts(
+    doing: Doing, steady: int, waited: float, look_in: float
+) -> None:
+    ruling = rule(Case(NAMED, (IN_COLLECTIVE, rank(1, doing, steady=steady)), waited, PATIENCE))
+    assert ruling.look_in == pytest.approx(look_in)
+    assert doing.value in ruling.reason
+    assert not ruling.convicted
 
 
 @pytest.mark.parametrize(("waited", "look_in"), [(0.6, 0.5), (10.0, 5.0), (100.0, 30.0)])
-def test_ranks_that_wait_for_another_node_are_looked_at_again_after_half_the_silence(
+def test_ranks_that_wait_for_another_node_are_looked_at_after_half_the_silence(
     waited: float, look_in: float
 ) -> None:
-    evidence = (rank(0, Doing.COLLECTIVE, steady=9),)
-    assert rule(Case(Verdict(7, "x", (0,)), evidence, waited, PATIENCE, joint=True)).look_in == look_in
-    assert rule(Case(Verdict(7, "x", (0,)), evidence, waited, PATIENCE)).convicted, "nobody else decides"
+    ruling = rule(Case(NAMED, RANKS[:1], waited, PATIENCE, joint=True))
+    assert (ruling.convicted, ruling.look_in) == (False, look_in)
 
 
-def test_what_another_node_decides_counts_from_the_timeout_on() -> None:
-    evidence = (rank(0, Doing.COLLECTIVE, steady=9),)
-    case = Case(Verdict(7, "x", (0,)), evidence, 1809.0, PATIENCE, joint=True, limit=10.0)
-    assert not rule(case).convicted
-    assert rule(replace(case, waited=1810.0)).convicted
+SAVE = f"{SITE}/torch/serialization.py:save"
+GET = f"{SITE}/requests/api.py:get"
+LOAD = f"{SITE}/torch/utils/data/dataloader.py:_try_get_data"
+DEBUG = "/usr/lib/python3.11/pdb.py:interaction"
+SOCKET = "/usr/lib/python3.11/socket.py:readinto"
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(4, ""), (6, " (and 2 more)")])
-def test_of_many_ranks_that_get_more_time_some_are_named(ranks: int, more: str) -> None:
-    evidence = [rank(number, Doing.COMPUTES) for number in range(ranks)]
-    evidence.append(rank(ranks, Doing.SLEEPS))
-    reason = rule(Case(Verdict(-1, "cannot tell"), evidence, 12.0, PATIENCE)).reason
-    assert reason == (
-        f"rank 0 computes; rank 1 computes; rank 2 computes; rank 3 computes{more}: "
-        "the hang timeout is extended while it does"
-    )
+def facts(state: str = "S", *stack: str, **fields: Any) -> Facts:
+    return Facts(tuple(state), stack=("a.py:b", *stack) if stack else (), **fields)
 
 
-def test_a_rank_that_is_not_known_to_be_waited_for_may_compute() -> None:
-    """One that waits in a collective of its own says nothing; on a GPU a wait has no state of its own."""
-    computes = rank(1, Doing.COMPUTES)
-    for other, waiting, missed in (
-        (rank(0, Doing.COLLECTIVE), (), False),
-        (rank(0, Doing.NOTHING), (0,), False),
-        (rank(0, Doing.NOTHING, gpu=True), (0,), True),
-    ):
-        case = Case(Verdict(1, "x", waiting), (other, computes), PATIENCE, PATIENCE)
-        assert rule(case).convicted is missed
-
-
-def test_ranks_that_wait_in_a_collective_of_this_node_are_judged_here() -> None:
-    here = (GroupState("0", (0, 1), 7, 7), GroupState("1", (0, 1, 2, 3), 4))
-    evidence = [rank(number, Doing.COLLECTIVE, steady=LOOKS_BEHIND, collectives=here) for number in (0, 1)]
-    assert rule(Case(Verdict(-1, "cannot tell"), evidence, 5.0, PATIENCE, spread=True)).convicted
-
-
-def test_a_rank_of_this_node_that_does_not_wait_itself_is_judged_here() -> None:
-    evidence = (rank(0, Doing.NOTHING, steady=LOOKS_ALONE),)
-    assert rule(Case(Verdict(0, "x"), evidence, 5.0, PATIENCE, spread=True)).convicted
-
-
-def test_what_a_busy_rank_is_allowed_counts_from_the_timeout_on() -> None:
-    """Else a rank that evaluates alone is convicted as soon as the default of 300 s is over."""
-    evidence = (rank(0, Doing.COMPUTES), rank(1, Doing.COLLECTIVE))
-    case = Case(Verdict(0, "x", (1,)), evidence, 300.0, PATIENCE, limit=300.0)
-    assert not rule(case).convicted
-    assert not rule(replace(case, waited=599.0)).convicted
-    assert rule(replace(case, waited=600.0)).convicted
-
-
-def test_a_gpu_rank_that_waits_for_nobody_computes() -> None:
-    done = (GroupState("0", (0, 1), 7),)
-    fields = {"gpu": True, "cpu_busy": True, "steady": 99}
-    verdict = Verdict(-1, "cannot tell")
-    pending = (GroupState("0", (0, 1), 7, 7),)
-    for changes, computes in (
-        ({"collectives": done}, True),
-        ({"collectives": None}, False),
-        ({"collectives": pending}, False),
-        ({"collectives": done, "cpu_busy": False}, False),
-        ({"collectives": done, "gpu": False}, False),
-        ({"collectives": done, "doing": Doing.SLEEPS}, False),
-    ):
-        one = replace(rank(0, Doing.NOTHING, **fields), **changes)
-        assert rule(Case(verdict, (one,), 1e6, PATIENCE)).convicted is not computes
-
-
-def test_a_job_that_goes_on_rank_by_rank_after_a_suspension_is_not_hung() -> None:
-    still, running = rank(0, Doing.STOPPED), rank(1, Doing.COLLECTIVE)
-    verdict = Verdict(0, "is stopped", (1,))
-    assert rule(Case(verdict, (still, running), 6.0, PATIENCE)).convicted
-    assert not rule(Case(verdict, (still, replace(running, continued=True)), 6.0, PATIENCE)).convicted
-
-
-def test_without_evidence_a_silence_is_a_hang() -> None:
-    assert rule(Case(Verdict(-1, "no rank could be examined"), (), 5.0, PATIENCE)).convicted
-
-
-SITE = "/venv/lib/python3.11/site-packages"
+def thread(*stack: str) -> Facts:
+    return Facts(("S",), others=(("t.py:run", *stack),))
 
 
 @pytest.mark.parametrize(
-    ("facts", "doing"),
+    ("seen", "doing"),
     [
-        (Facts(("S",)), Doing.NOTHING),
-        (Facts(("S", "T")), Doing.STOPPED),
-        (Facts(("T", "T"), share=0.01), Doing.LIMITED),
-        (Facts(("t",)), Doing.DEBUGGED),
-        (Facts(("S",), traced=True), Doing.DEBUGGED),
-        (Facts(("R",), share=0.9), Doing.COMPUTES),
-        (Facts(("R",), share=0.3), Doing.NOTHING),
-        (Facts(("R",), share=0.9, gpu=True), Doing.NOTHING),
-        (Facts(("R",), share=0.9, gpu=True, waiting=True), Doing.COLLECTIVE),
-        (Facts(("S", "D")), Doing.STORAGE),
-        (Facts(("D",), waiting=True), Doing.COLLECTIVE),
-        (Facts(("S",), kernel="rpc_wait_bit_killable"), Doing.STORAGE),
-        (Facts(("S",), call=Call.FILE), Doing.STORAGE),
-        (Facts(("S",), stack=("train.py:main", f"{SITE}/torch/serialization.py:save")), Doing.STORAGE),
-        (Facts(("S",), stack=("a.py:b", "/src/outlast/checkpoint/save/buffers.py:claim")), Doing.STORAGE),
-        (Facts(("S",), io=1), Doing.STORAGE),
-        (Facts(("S",), call=Call.SOCKET), Doing.NETWORK),
-        (Facts(("S",), stack=("a.py:b", "/usr/lib/python3.11/ssl.py:read")), Doing.NETWORK),
-        (Facts(("S",), call=Call.CHILD), Doing.CHILD),
-        (Facts(("S",), stack=("a.py:b", "/usr/lib/python3.11/subprocess.py:wait")), Doing.CHILD),
-        (
-            Facts(("S",), stack=("a.py:b", f"{SITE}/torch/utils/data/dataloader.py:_try_get_data")),
-            Doing.LOADER,
-        ),
-        (Facts(("S",), stack=("a.py:b", "/usr/lib/python3.11/pdb.py:interaction")), Doing.DEBUGGED),
-        (Facts(("S",), call=Call.SLEEP), Doing.SLEEPS),
-        (Facts(("S",), others=(("t.py:run", "/usr/lib/python3.11/socket.py:readinto"),)), Doing.NETWORK),
-        (
-            Facts(("S",), others=(("t.py:run", "/outlast/checkpoint/save/staging.py:_run"),)),
-            Doing.NOTHING,
-        ),
+        (facts(), Doing.NOTHING),
+        (facts("ST"), Doing.STOPPED),
+        (facts("TT", share=0.01), Doing.LIMITED),
+        (facts("t"), Doing.DEBUGGED),
+        (facts(traced=True), Doing.DEBUGGED),
+        (facts("R", share=0.9), Doing.COMPUTES),
+        (facts("R", share=0.3), Doing.NOTHING),
+        (facts("R", share=0.9, gpu=True), Doing.NOTHING),
+        (facts("R", share=0.9, gpu=True, waiting=True), Doing.COLLECTIVE),
+        (facts("SD"), Doing.STORAGE),
+        (facts("D", waiting=True), Doing.COLLECTIVE),
+        (facts(kernel="rpc_wait_bit_killable"), Doing.STORAGE),
+        (facts(call=Call.FILE), Doing.STORAGE),
+        (facts("S", SAVE), Doing.STORAGE),
+        (facts("S", "/src/outlast/checkpoint/save/buffers.py:claim"), Doing.STORAGE),
+        (facts(io=1), Doing.STORAGE),
+        (facts(call=Call.SOCKET), Doing.NETWORK),
+        (facts("S", "/usr/lib/python3.11/ssl.py:read"), Doing.NETWORK),
+        (facts(call=Call.CHILD), Doing.CHILD),
+        (facts("S", "/usr/lib/python3.11/subprocess.py:wait"), Doing.CHILD),
+        (facts("S", LOAD), Doing.LOADER),
+        (facts("S", DEBUG), Doing.DEBUGGED),
+        (facts(call=Call.SLEEP), Doing.SLEEPS),
+        (thread(SOCKET), Doing.NETWORK),
+        (thread(SAVE), Doing.STORAGE),
+        (thread(SAVE, "t.py:hook"), Doing.NOTHING),
+        (thread(GET, "t.py:hook"), Doing.NOTHING),
+        (thread("/outlast/checkpoint/save/staging.py:_run"), Doing.NOTHING),
     ],
 )
-def test_what_a_rank_does(facts: Facts, doing: Doing) -> None:
-    assert doing_of(facts) is doing
+def test_what_a_rank_does(seen: Facts, doing: Doing) -> None:
+    assert doing_of(seen) is doing
 
 
 @pytest.mark.parametrize(
     ("library", "frames", "doing"),
     [
-        (f"{SITE}/torch/serialization.py:save", 2, Doing.STORAGE),
-        (f"{SITE}/requests/api.py:get", 3, Doing.NETWORK),
-        (f"{SITE}/torch/utils/data/dataloader.py:_try_get_data", 6, Doing.LOADER),
+        (SAVE, 2, Doing.STORAGE),
+        (GET, 3, Doing.NETWORK),
+        (LOAD, 6, Doing.LOADER),
         (f"{SITE}/torch/multiprocessing/spawn.py:join", 6, Doing.CHILD),
-        ("/usr/lib/python3.11/pdb.py:interaction", 6, Doing.DEBUGGED),
+        (DEBUG, 6, Doing.DEBUGGED),
     ],
 )
-def test_a_library_that_called_the_script_back_says_nothing(library: str, frames: int, doing: Doing) -> None:
-    """It is looked for in the innermost frames only: below a training loop that it runs, say."""
-    for inside, expected in ((frames - 1, doing), (frames, Doing.NOTHING)):
-        stack = ("train.py:main", library, *("train.py:step",) * inside)
-        assert doing_of(Facts(("S",), stack=stack)) is expected
-
-
-@pytest.mark.parametrize("library", [f"{SITE}/torch/serialization.py:save", f"{SITE}/requests/api.py:get"])
-def test_another_thread_counts_while_it_is_in_the_library_itself(library: str) -> None:
-    inside, outside = ("t.py:run", library), ("t.py:run", library, "t.py:hook")
-    assert doing_of(Facts(("S",), others=(outside, inside))) is not Doing.NOTHING
-    assert doing_of(Facts(("S",), others=(outside,))) is Doing.NOTHING
+def test_a_library_that_called_the_script_back_proves_nothing(
+    library: str, frames: int, doing: Doing
+) -> None:
+    assert doing_of(facts("S", library, *("train.py:step",) * (frames - 1))) is doing
+    assert doing_of(facts("S", library, *("train.py:step",) * frames)) is Doing.NOTHING

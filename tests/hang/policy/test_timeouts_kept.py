@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -12,17 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.config import LEARNED_FLOOR, FaultToleranceOptions
-from outlast.hang.policy.timeouts import OUT_OF_SECTION, Durations, Timeouts
+from outlast.hang.policy.timeouts import OUT_OF_SECTION, Timeouts
+from tests.hang.policy.builders import many
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-
-
-def many(p99: float, longest: float, count: int = 100) -> Durations:
-    return Durations(count, p99, longest)
 
 
 def experienced() -> Timeouts:
@@ -53,9 +51,10 @@ def test_what_was_learned_comes_back_through_a_file() -> None:
     first, second = experienced(), Timeouts(FaultToleranceOptions())
     assert second.restore(json.loads(json.dumps(first.state()))) == []
     assert second.state() == first.state()
-    assert second.origin("forward") == "doubled after a repeated hang"
+    assert second.origin("forward") == first.origin("forward") != second.origin("step")
     assert second.double("step") == 20.0
     assert second.learn({OUT_OF_SECTION: many(5.0, 5.0, count=199)}) == {}
+    assert Timeouts(FaultToleranceOptions()).restore(Timeouts(FaultToleranceOptions()).state()) == []
 
 
 def test_a_default_that_was_doubled_is_learned_as_soon_after_a_restart_as_before_it() -> None:
@@ -68,7 +67,7 @@ def test_a_default_that_was_doubled_is_learned_as_soon_after_a_restart_as_before
 
 
 @pytest.mark.parametrize("learned", ["initial", "subsequent"])
-def test_nvrx_is_told_that_a_limit_was_calculated_if_either_was(learned: str) -> None:
+def test_nvrx_reads_that_a_limit_was_calculated_if_either_was(learned: str) -> None:
     timeouts = Timeouts(FaultToleranceOptions())
     if learned == "initial":
         timeouts.learn_initial(20.0, "step-1.g1")
@@ -79,32 +78,24 @@ def test_nvrx_is_told_that_a_limit_was_calculated_if_either_was(learned: str) ->
     assert [name for name in ("initial", "subsequent") if beats[name] is not None] == [learned]
 
 
-def test_an_empty_state_comes_back_without_a_word() -> None:
+@pytest.mark.parametrize(
+    ("initial", "subsequent", "expected"),
+    [(250.22, 2.0047, (250.22, 2.0047)), (0.5, 0.5, (30.0, LEARNED_FLOOR))],
+    ids=["as it is", "lifted to the floor"],
+)
+def test_a_file_that_nvrx_wrote_is_understood(
+    initial: float, subsequent: float, expected: tuple[float, float]
+) -> None:
     timeouts = Timeouts(FaultToleranceOptions())
-    assert timeouts.restore(Timeouts(FaultToleranceOptions()).state()) == []
-    assert timeouts.limit("step") == 300.0
-
-
-def test_a_file_that_nvrx_wrote_is_understood() -> None:
-    timeouts = Timeouts(FaultToleranceOptions())
-    beats = {"initial": 250.22, "subsequent": 2.0047, "were_calculated": True}
+    beats = {"initial": initial, "subsequent": subsequent, "were_calculated": True}
     assert timeouts.restore({"current_timeouts": {"heartbeat": beats}}) == []
-    assert (timeouts.initial(), timeouts.limit(None)) == (250.22, 2.0047)
-    assert timeouts.origin(None) == "learned from 16 samples"
-
-
-def test_values_below_the_floor_are_lifted() -> None:
-    timeouts = Timeouts(FaultToleranceOptions())
-    beats = {"initial": 0.5, "subsequent": 0.5, "were_calculated": True}
-    timeouts.restore({"current_timeouts": {"heartbeat": beats}})
-    assert (timeouts.initial(), timeouts.limit(None)) == (30.0, LEARNED_FLOOR)
+    assert (timeouts.initial(), timeouts.limit(None)) == expected
+    assert "16" in timeouts.origin(None)
 
 
 def test_nothing_is_taken_over_when_learning_is_off() -> None:
     timeouts = Timeouts(FaultToleranceOptions(calc_ft_timeouts=False))
-    assert timeouts.restore(experienced().state()) == [
-        "ft_state.json: ignored, because calc_ft_timeouts is off"
-    ]
+    assert "calc_ft_timeouts" in "".join(timeouts.restore(experienced().state()))
     assert timeouts.limit("step") == 300.0
 
 
@@ -113,57 +104,57 @@ def state(**section: Any) -> dict[str, Any]:
     return {"current_timeouts": {"section": {**known, **section}}}
 
 
+def step_of(seconds: object) -> dict[str, Any]:
+    return state(section={"step": seconds}, calculated_sections=["step"])
+
+
+def beats(calculated: bool, **limits: object) -> dict[str, Any]:
+    return {"current_timeouts": {"heartbeat": {**limits, "were_calculated": calculated}}}
+
+
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("found", "named"),
     [
-        ([], "the file is [], expected a table"),
-        ({}, "current_timeouts is None, expected a table"),
-        ({**state(), "extra": 1}, "the file has unknown extra; ignored"),
-        (state(extra=1, b=2), "section has unknown b, extra; ignored"),
-        (state(section={"step": -1.0}, calculated_sections=["step"]), "step is -1.0, expected a positive"),
-        (state(section={"step": 0}, calculated_sections=["step"]), "step is 0, expected a positive"),
-        (state(section={"step": 1e9}, calculated_sections=["step"]), "step is 1000000000.0, expected a pos"),
-        (state(section={"step": True}, calculated_sections=["step"]), "step is True, expected a positive"),
-        (state(section={"step": math.inf}, calculated_sections=["step"]), "step is inf, expected a positive"),
-        (state(section={"step": 10**400}, calculated_sections=["step"]), "step is 1000"),
-        (state(section={"step": 5.0}), "step was 5 s, set and not learned; not taken over"),
-        (state(calculated_sections="step"), "calculated_sections is 'step', expected a list of sections"),
-        (state(out_of_section=5.0), "outlast.out_of_section was 5 s, set and not learned; not taken over"),
-        (
-            {"current_timeouts": {"heartbeat": {"initial": 60.0, "were_calculated": False}}},
-            "initial was 60 s, set and not learned; not taken over",
-        ),
-        (
-            {"current_timeouts": {"heartbeat": {"subsequent": "x", "were_calculated": True}}},
-            "subsequent is 'x', expected a positive number of seconds; learning again",
-        ),
-        ({**state(), "doubled": 1}, "doubled is 1, expected a list of sections"),
+        ([], r"\[\]"),
+        ({}, "current_timeouts"),
+        ({**state(), "extra": 1}, "extra"),
+        (state(extra=1, b=2), "section.*b, extra"),
+        (step_of(-1.0), "step.*-1.0"),
+        (step_of(0), "step.*0"),
+        (step_of(1e9), "step.*1000000000.0"),
+        (step_of(True), "step.*True"),
+        (step_of(math.inf), "step.*inf"),
+        (step_of(10**400), "step.*1000"),
+        (state(section={"step": 5.0}), "step.*5 s"),  # set, and not learned
+        (state(calculated_sections="step"), "calculated_sections.*'step'"),
+        (state(out_of_section=5.0), "outlast.out_of_section.*5 s"),
+        (beats(False, initial=60.0), "initial.*60 s"),
+        (beats(True, subsequent="x"), "subsequent.*'x'"),
+        ({**state(), "doubled": 1}, "doubled.*1"),
     ],
 )
-def test_what_makes_no_sense_is_named_and_learned_anew(found: object, expected: str) -> None:
+def test_what_makes_no_sense_is_named_and_learned_anew(found: object, named: str) -> None:
     timeouts = Timeouts(FaultToleranceOptions())
     (problem,) = timeouts.restore(found)
-    assert problem.startswith(f"ft_state.json: {expected}")
+    assert re.search(f"ft_state.json.*{named}", problem)
     assert (timeouts.initial(), timeouts.limit("step"), timeouts.limit(None)) == (1800.0, 300.0, 300.0)
 
 
-@pytest.mark.parametrize("count", [-1, True, "x", 1.5])
-def test_a_senseless_number_of_samples_is_named_and_the_limit_kept(count: object) -> None:
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        *(({"samples": {"step": count}}, f"samples.step.*{count}") for count in (-1, True, "x", 1.5)),
+        ({"doubled": 1}, "doubled.*1"),
+    ],
+)
+def test_a_limit_is_kept_where_only_what_is_known_of_it_makes_no_sense(
+    more: dict[str, object], named: str
+) -> None:
     timeouts = Timeouts(FaultToleranceOptions())
-    found = {**state(section={"step": 5.0}, calculated_sections=["step"]), "samples": {"step": count}}
-    assert timeouts.restore(found) == [
-        f"ft_state.json: samples.step is {count!r}, expected a number of samples; learning again"
-    ]
-    assert timeouts.origin("step") == "learned from 16 samples"
-
-
-def test_a_limit_is_kept_where_it_is_not_known_whether_it_was_doubled() -> None:
-    timeouts = Timeouts(FaultToleranceOptions())
-    found = {**state(section={"step": 5.0}, calculated_sections=["step"]), "doubled": 1}
-    assert timeouts.restore(found) == [
-        "ft_state.json: doubled is 1, expected a list of sections; learning again"
-    ]
+    (problem,) = timeouts.restore({**step_of(5.0), **more})
+    assert re.search(named, problem)
     assert timeouts.limit("step") == 5.0
+    assert "16" in timeouts.origin("step")
 
 
 def test_any_file_is_read_without_an_exception_and_what_is_odd_is_told() -> None:
@@ -179,14 +170,14 @@ def test_any_file_is_read_without_an_exception_and_what_is_odd_is_told() -> None
         optional={"samples": JSON, "doubled": JSON},
     )
 
-    @settings(max_examples=150)
+    @settings(max_examples=100)
     @given(whole | JSON)
     def check(found: object) -> None:
         timeouts = Timeouts(FaultToleranceOptions())
         problems = timeouts.restore(found)
         limits = (timeouts.initial(), timeouts.limit(None), timeouts.limit("step"))
         assert all(LEARNED_FLOOR <= limit < math.inf for limit in limits)
-        assert all(problem.startswith("ft_state.json: ") for problem in problems)
+        assert all("ft_state.json" in problem for problem in problems)
         assert json.dumps(timeouts.state())
         seen["odd"] += bool(problems)
         seen["fine"] += not problems
