@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,137 +14,26 @@ from hypothesis import strategies as st
 from outlast.agreement.policy.steps import (
     Answer,
     Move,
+    NodeCoordinator,
     Proposal,
     RankEnded,
+    RanksSeen,
     Stage,
     Status,
     StepCoordinator,
     StepParticipant,
+    TellRanks,
     Want,
 )
 from outlast.agreement.policy.votes import Flag
-from tests.simulation.ranks import Rank, acted_apart
+from outlast.parallelism.policy.shares import Slow
+from tests.agreement.policy.builders import RANK_OPS, Build, OneNode, Op, at, play
 
-LAST_STEP = 400
-FAIR_ROUNDS = 150
-RECENT = 160  # of 200 messages so many are the newest
-
-
-Op = tuple[str, int, int]
-OPS = ("train", "train", "train", "look", "look", "hear", "hear", "tell", "tell", "deliver", "want", "die")
-
-
-class World:
-    """A coordinator and ranks; messages are delivered in any order, several times or never.
-
-    ``coupled``: a step ends only when every rank has begun it, as with data-parallel training.
-    """
-
-    def __init__(
-        self, ranks: int, coupled: bool, coordinator: type[StepCoordinator], part: type[StepParticipant]
-    ) -> None:
-        self.coordinator = coordinator(range(ranks))
-        self.ranks = [Rank(number, part()) for number in range(ranks)]
-        for rank in self.ranks:
-            rank.part.begin(1)
-        self.coupled = coupled
-        self.said: list[Proposal] = []
-        self.told: list[Status] = []
-        self.died = False
-
-    def do(self, op: Op) -> None:
-        what, number, pick = op
-        rank = self.ranks[number % len(self.ranks)]
-        if rank.alive:
-            getattr(self, what)(rank, pick)
-
-    def look(self, rank: Rank, _: int) -> None:
-        if rank.training:
-            rank.look()
-
-    def hear(self, rank: Rank, pick: int) -> None:
-        if self.said:
-            rank.said = self.said[-1 if pick < RECENT else pick % len(self.said)]
-
-    def tell(self, rank: Rank, _: int) -> None:
-        self.told.append(rank.status())
-
-    def deliver(self, rank: Rank, pick: int) -> None:
-        if pick < RECENT:
-            self.tell(rank, pick)
-        if self.told:
-            self.said += self.coordinator.handle(self.told[-1 if pick < RECENT else pick % len(self.told)])
-
-    def want(self, rank: Rank, pick: int) -> None:
-        if rank.training:
-            rank.wants |= list(Want)[pick % len(Want)]
-        if pick % 3 == 0:
-            self.coordinator.rebalance(((rank.number, 100 + pick),) if pick % 2 else ())
-
-    def die(self, rank: Rank, pick: int) -> None:
-        if pick % 4 == 0:
-            rank.alive, self.died = False, True
-            self.said += self.coordinator.handle(RankEnded(rank.number))
-
-    def train(self, rank: Rank, _: int = 0) -> None:
-        """Complete the step that is under way, and be after it."""
-        if not rank.training or rank.left < rank.completed:
-            return
-        if self.coupled and any(other.left < rank.completed and other.alive for other in self.ranks):
-            return
-        rank.completed += 1
-        if rank.completed >= LAST_STEP:  # of the loop, after which nobody acts
-            rank.begin(rank.round + 1)
-        else:
-            rank.look()
-
-    def settle(self) -> None:
-        """Let everything arrive, in order, and all ranks train until every request has ended."""
-        for turn in range(FAIR_ROUNDS):
-            if turn > len(self.ranks) and not self.unserved():
-                return
-            for rank in self.ranks:
-                if rank.alive:
-                    self.deliver(rank, 0)
-                self.hear(rank, 0)
-            for rank in self.ranks:
-                if rank.training and rank.left < rank.completed:
-                    rank.look()
-                elif rank.alive:
-                    self.train(rank)
-
-    def bad(self) -> list[str]:
-        """Return what must not be."""
-        return acted_apart(self.ranks)
-
-    def unserved(self) -> list[str]:
-        """Return which requests did not end, and which ranks wait, where no rank has died."""
-        if self.died:
-            return []
-        found = [f"rank {one.number} wants {one.wants!r}" for one in self.ranks if one.wants and one.training]
-        return found + [
-            f"rank {one.number} waits after step {one.completed}"
-            for one in self.ranks
-            if one.training and one.left < one.completed
-        ]
-
-
-def play(
-    ops: list[Op],
-    ranks: int,
-    coupled: bool,
-    coordinator: type[StepCoordinator] = StepCoordinator,
-    part: type[StepParticipant] = StepParticipant,
-) -> tuple[World, list[str]]:
-    world = World(ranks, coupled, coordinator, part)
-    for op in ops:
-        world.do(op)
-    world.settle()
-    return world, [*world.bad(), *world.unserved()]
-
-
+PROPOSED, WITHDRAWN, COMMITTED = Stage.PROPOSED, Stage.WITHDRAWN, Stage.COMMITTED
+SAVE, STOP, HELD = Want.SAVE, Want.STOP, Want.SAVE | Want.HOLD
+SLOW: Slow = ((1, 500),)
 SCHEDULES = st.lists(
-    st.tuples(st.sampled_from(OPS), st.integers(0, 3), st.integers(0, 199)), min_size=20, max_size=120
+    st.tuples(st.sampled_from(RANK_OPS), st.integers(0, 3), st.integers(0, 199)), min_size=20, max_size=120
 )
 
 
@@ -151,61 +41,349 @@ SCHEDULES = st.lists(
 def test_ranks_act_after_the_same_step_and_every_request_ends(
     ops: list[Op], ranks: int, coupled: bool
 ) -> None:
-    _, bad = play(ops, ranks, coupled)
-    assert bad == []
+    assert play(OneNode(ranks, coupled, Build()), ops) == []
 
 
-def standing(rank: int, step: int, **more: Any) -> Status:
-    return Status(rank, more.pop("serial", 1), 1, step, **more)
+# The coordinator
+
+Event = Status | RankEnded | Callable[[StepCoordinator], Any]
 
 
-@pytest.mark.parametrize(("wants", "step"), [(Want.SAVE, 9), (Want.DUE, 9), (Want.PREEMPTED, 8)])
-def test_the_step_is_ahead_of_the_rank_that_is_furthest(wants: Want, step: int) -> None:
-    found = StepCoordinator((0, 1))
-    assert found.handle(standing(0, 6, wants=wants)) == [], "nobody knows how far the other one is"
-    assert found.handle(standing(1, 7)) == [Proposal(1, Stage.PROPOSED, 1, step, wants)]
-    assert found.open
+def ask(wants: Want) -> Event:
+    return lambda found: found.ask(wants)
 
 
-def test_a_rank_that_has_passed_the_step_gets_one_that_is_further_ahead() -> None:
-    found = StepCoordinator((0,))
-    (first,) = found.handle(standing(0, 6, wants=Want.SAVE))
-    (second,) = found.handle(standing(0, 20, wants=Want.SAVE, serial=2, answered=1, passed=True))
-    assert (first.step, second.step, second.number) == (8, 24, 2)
-    (third,) = found.handle(standing(0, 24, wants=Want.SAVE, serial=3, answered=1, passed=True))
-    assert third.step == 32, "it was not heard, and the step is over"
+def rebalance(slow: Slow) -> Event:
+    return lambda found: found.rebalance(slow)
+
+
+def recall(*said: Proposal) -> Event:
+    def recalled(found: StepCoordinator) -> None:
+        for one in said:
+            found.recall(one)
+
+    return recalled
+
+
+def release(found: StepCoordinator) -> list[Proposal]:
+    return found.release()
+
+
+def then(event: Event, *told: Any, **state: Any) -> tuple[Event, tuple[Any, ...], dict[str, Any]]:
+    """Return an event, what ranks are told (number, stage, step, wants, round), and what is known then."""
+    return event, told, state
+
+
+def committed(wants: Want) -> list[Any]:
+    """Return how one rank commits to act on wants after step 8."""
+    return [
+        then(at(0, 6, wants=wants), 1, PROPOSED, 8, wants, open=True),
+        then(at(0, 7, 2, answered=1, wants=wants), 1, COMMITTED, 8, wants, open=False, wanted=True),
+    ]
+
+
+def divided(number: int, slow: Slow = SLOW) -> Proposal:
+    return Proposal(number, COMMITTED, 1, 9, Want.REBALANCE, slow=slow)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "script"),
+    [
+        pytest.param(
+            2,
+            [
+                then(at(1, 6), silent={0}, shares=None, open=False),
+                then(at(0, 6), silent=frozenset(), shares=(), open=False),
+            ],
+            id="nobody asks",
+        ),
+        pytest.param(
+            2,
+            [then(at(0, 6, wants=SAVE)), then(at(1, 7), 1, PROPOSED, 9, SAVE, 1)],
+            id="ahead of the furthest",
+        ),
+        pytest.param(1, [then(at(0, 6, wants=Want.DUE), 1, PROPOSED, 8)], id="due"),
+        pytest.param(1, [then(at(0, 6, wants=Want.PREEMPTED), 1, PROPOSED, 7)], id="time is short"),
+        pytest.param(
+            1,
+            [
+                then(at(0, 6, wants=SAVE), 1, PROPOSED, 8),
+                then(at(0, 20, 2, wants=SAVE, answered=1, passed=True), 2, PROPOSED, 24),
+                then(at(0, 24, 3, wants=SAVE, answered=1, passed=True), 3, PROPOSED, 32),  # it was not heard
+            ],
+            id="a rank has passed the step",
+        ),
+        pytest.param(
+            2,
+            [
+                then(at(0, 6, wants=SAVE)),
+                then(at(1, 6), 1, PROPOSED, 8),
+                then(at(0, 8, 2, wants=SAVE, answered=1)),  # it waits after the step, as promised
+                then(at(1, 8, 2), 2, PROPOSED, 12),
+            ],
+            id="a rank reaches the step unasked",
+        ),
+        pytest.param(
+            2,
+            [
+                then(at(0, 6, wants=SAVE), outside=False),
+                then(at(1, 6), 1, PROPOSED, 8),
+                then(at(1, 6, 2, round=2), 1, WITHDRAWN, 8, outside=True),
+                then(at(0, 6, 2, round=2, wants=SAVE)),
+                then(at(0, 6, 3, round=3), outside=True),
+                then(at(1, 6, 3, round=3), outside=False),
+            ],
+            id="a rank leaves the loop",
+        ),
+        pytest.param(
+            1,
+            [
+                then(at(0, 6, 2)),
+                then(at(0, 5, 2, wants=SAVE)),
+                then(at(0, 5, 1, wants=SAVE)),
+                then(at(1, 5, 3, wants=SAVE), wanted=False),
+                then(at(0, 6, 3, wants=SAVE), 1, PROPOSED, 8),
+            ],
+            id="twice, late, from a stranger",
+        ),
+        pytest.param(
+            1,
+            [
+                then(at(0, 6, wants=SAVE), 1, PROPOSED, 8),
+                then(RankEnded(0), 1, WITHDRAWN, 8),
+                then(at(0, 7, 2, wants=SAVE)),
+            ],
+            id="a rank has ended",
+        ),
+        pytest.param(
+            2,
+            [
+                then(at(0, 6, wants=SAVE)),
+                then(at(1, 6), 1, PROPOSED, 8),
+                then(at(1, 6, 2, round=3), 1, WITHDRAWN, 8, open=False),
+                then(at(0, 6, 2, wants=SAVE)),
+                then(at(0, 8, 3, round=3, wants=SAVE), 2, PROPOSED, 10, SAVE, 3),
+            ],
+            id="ranks part",
+        ),
+        pytest.param(
+            1,
+            [
+                *committed(SAVE),
+                then(ask(STOP), held=None),
+                then(at(0, 8, 3, wants=SAVE)),
+                then(at(0, 8, 4, round=3), 2, PROPOSED, 10, STOP, 3),
+            ],
+            id="after a commit once all have left its round",
+        ),
+        pytest.param(1, [*committed(SAVE), then(at(0, 8, 3, round=3))], id="after a commit nobody asks"),
+        pytest.param(
+            1,
+            [
+                then(ask(SAVE), wanted=True),
+                then(at(0, 6), 1, PROPOSED, 8, SAVE),
+                then(ask(Want.BENCHMARK)),
+                then(at(0, 7, 2, answered=1), 1, COMMITTED, 8, SAVE | Want.BENCHMARK, wanted=False),
+            ],
+            id="the coordinator asks until it is committed",
+        ),
+        pytest.param(1, [then(at(0, 6)), then(ask(SAVE), 1, PROPOSED, 8)], id="the coordinator asks at once"),
+        pytest.param(
+            1,
+            [
+                then(at(0, 6)),
+                then(ask(HELD), 1, PROPOSED, 8, held=None),
+                then(at(0, 7, 2, answered=1), 1, COMMITTED, 8, held=8),
+                then(ask(HELD), held=None),  # another hold is asked for
+            ],
+            id="hold",
+        ),
+        pytest.param(
+            1,
+            [
+                *committed(HELD),
+                then(release),  # they have not left the round of the commit
+                then(at(0, 8, 3, round=3), 2, WITHDRAWN, 8, held=None),
+                then(at(0, 9, 4, round=3)),  # they are released once
+                then(ask(SAVE), 3, PROPOSED, 11, SAVE),
+                then(at(0, 10, 5, round=3, answered=3), 3, COMMITTED, 11, SAVE),
+                then(at(0, 11, 6, round=5)),  # the release was for what was committed before
+            ],
+            id="release",
+        ),
+        pytest.param(
+            1,
+            [then(ask(HELD)), then(release, wanted=False), then(at(0, 6))],
+            id="release before the commit",
+        ),
+        pytest.param(
+            1, [*committed(SAVE), then(release), then(at(0, 8, 3, round=3))], id="release without a hold"
+        ),
+        pytest.param(
+            1,
+            [
+                then(recall(Proposal(1, PROPOSED, 1, 9, HELD))),
+                then(release),
+                then(ask(HELD)),
+                then(at(0, 8, answered=1), 1, COMMITTED, 9, HELD),
+                then(at(0, 9, 2, round=3), held=9),  # the release was of an earlier hold
+            ],
+            id="a hold after a release",
+        ),
+        pytest.param(
+            1,
+            [
+                then(rebalance(SLOW), wanted=True),
+                then(at(0, 6), 1, PROPOSED, 8, Want.REBALANCE, shares=()),
+                then(at(0, 7, 2, answered=1), 1, COMMITTED, 8, shares=SLOW, wanted=False),
+                then(at(0, 8, 3, round=3, wants=SAVE), 2, PROPOSED, 10, SAVE, shares=SLOW),
+            ],
+            id="shares",
+        ),
+        pytest.param(
+            1,
+            [
+                then(recall(Proposal(1, COMMITTED, 1, 9, HELD))),
+                then(rebalance(SLOW), wanted=False),
+                then(recall(Proposal(2, WITHDRAWN, 1, 9, HELD)), wanted=True),
+            ],
+            id="no shares while ranks hold",
+        ),
+        pytest.param(
+            1,
+            [
+                then(recall(divided(5), divided(4, slow=()), divided(5, slow=())), current=divided(5)),
+                then(at(0, 9, round=3), shares=SLOW),
+            ],
+            id="the newest of what earlier coordinators have told counts",
+        ),
+        pytest.param(
+            1,
+            [
+                then(recall(Proposal(4, PROPOSED, 1, 9, SAVE))),
+                then(at(0, 9, wants=SAVE, answered=4, passed=True), 5, PROPOSED, 13),
+            ],
+            id="an open proposal of an earlier coordinator was passed",
+        ),
+    ],
+)
+def test_what_all_ranks_are_told(ranks: int, script: list[Any]) -> None:
+    found = StepCoordinator(range(ranks))
+    for event, told, state in script:
+        said = found.handle(event) if isinstance(event, Status | RankEnded) else event(found)
+        now = [(one.number, one.stage, one.step, one.wants, one.round)[: len(told)] for one in said or ()]
+        assert now == ([told] if told else []), event
+        assert {name: getattr(found, name) for name in state} == state, event
 
 
 def test_what_is_committed_is_all_requests_the_least_time_and_the_longest_save() -> None:
     found = StepCoordinator((0, 1))
-    found.handle(standing(0, 6, wants=Want.SAVE))
-    found.handle(standing(1, 6))
-    slow = standing(0, 6, serial=2, answered=1, wants=Want.SAVE, seconds={"local": 3.0})
-    quick = standing(1, 6, serial=2, answered=1, wants=Want.PREEMPTED, ends=50.0, limit=60.0)
-    assert found.handle(slow) == []
+    found.handle(at(0, 6, wants=SAVE))
+    found.handle(at(1, 6))
+    found.handle(at(0, 6, 2, answered=1, wants=SAVE, seconds={"local": 3.0}))
+    quick = at(1, 6, 2, answered=1, wants=Want.PREEMPTED, ends=50.0, limit=60.0)
     (said,) = found.handle(replace(quick, seconds={"local": 1.0, "memory": 0.5}))
-    both = Want.SAVE | Want.PREEMPTED
-    assert said == Proposal(1, Stage.COMMITTED, 1, 8, both, 50.0, 60.0, {"local": 3.0, "memory": 0.5})
+    both = SAVE | Want.PREEMPTED
+    assert said == Proposal(1, COMMITTED, 1, 8, both, 50.0, 60.0, {"local": 3.0, "memory": 0.5})
     vote = said.vote(40.0)
     assert (vote.flags, vote.left, vote.limit) == (frozenset({Flag.SAVE, Flag.PREEMPTED}), 10.0, 20.0)
 
 
-def test_a_rank_of_no_loop_is_asked_nothing_and_nobody_waits_for_it() -> None:
-    found = StepCoordinator((0, 1))
-    found.handle(standing(0, 6, wants=Want.SAVE))
-    found.handle(standing(1, 6))
-    (said,) = found.handle(Status(1, 2, 2, 6))
-    assert said.stage is Stage.WITHDRAWN
-    assert found.handle(Status(0, 2, 2, 6, wants=Want.SAVE)) == []
+def test_wants_are_bits_of_which_ranks_send_any_set() -> None:
+    values = [int(want) for want in Want.__members__.values()]
+    assert all(value.bit_count() == 1 for value in values)
+    assert len(set(values)) == len(values)
 
 
-class CommitsEarly(StepCoordinator):
-    """Commits when one rank has promised."""
+def test_what_is_told_later_has_the_higher_ticket() -> None:
+    stages = (PROPOSED, WITHDRAWN, COMMITTED)
+    tickets = [Proposal(number, stage, 1, 9).ticket for number in (1, 2, 3) for stage in stages]
+    assert tickets == sorted(set(tickets))
 
-    def _weighed(self, current: Proposal) -> Proposal | None:
-        if any(one.answered == current.number for one in self._known.values()):
-            return replace(current, stage=Stage.COMMITTED)
-        return super()._weighed(current)
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("wants", [Want.REBALANCE, Want.REBALANCE | SAVE, SAVE])
+def test_micro_batches_are_divided_anew_from_a_commit_of_it_on(stage: Stage, wants: Want) -> None:
+    anew = stage is COMMITTED and Want.REBALANCE in wants
+    assert Proposal(1, stage, 1, 9, wants, slow=SLOW, before=()).shares == (SLOW if anew else ())
+
+
+def test_a_node_coordinates_one_generation_after_another() -> None:
+    found = NodeCoordinator()
+    found.rebalance(SLOW)
+    seen = RanksSeen(1, (at(0, 6, wants=SAVE), at(1, 7)))
+    assert found.look(seen) == [TellRanks(1, Proposal(1, PROPOSED, 1, 9, SAVE))]
+    assert found.look(seen) == [], "it was told"
+    promised = RanksSeen(1, (at(0, 8, 2, wants=SAVE, answered=1), at(1, 8, 2, answered=1)))
+    (told,) = found.look(promised)
+    assert (told.said.number, told.said.stage) == (1, COMMITTED)
+    stops = Proposal(1, PROPOSED, 1, 5, STOP)
+    assert found.look(RanksSeen(2, (at(0, 3, wants=STOP),))) == [TellRanks(2, stops)]
+    found.rebalance(SLOW)
+    ended = RanksSeen(2, (at(0, 3, 2, wants=STOP),), ended=(0,))
+    assert found.look(ended) == [TellRanks(2, replace(stops, stage=WITHDRAWN))]
+    found.look(RanksSeen(3, (at(0, 6),)))
+    found.rebalance(SLOW)
+    (told,) = found.look(RanksSeen(3, (at(0, 6, 2),)))
+    assert (told.said.wants, told.said.slow, told.said.before) == (Want.REBALANCE, SLOW, ())
+
+
+# A rank
+
+SAID = Proposal(3, PROPOSED, 1, 9, SAVE)
+DONE, BACK = replace(SAID, stage=COMMITTED), replace(SAID, stage=WITHDRAWN)
+PROMISE, PASSED = [Answer(3, False)], [Answer(3, True)]
+GO_ON, WAIT, ACT = Move.GO_ON, Move.WAIT, Move.ACT
+
+
+@pytest.mark.parametrize(
+    ("script", "moves"),
+    [
+        pytest.param([], {100: GO_ON}, id="nothing told"),
+        pytest.param([(SAID, 7, PROMISE)], {7: GO_ON, 8: GO_ON, 9: WAIT}, id="promised"),
+        pytest.param([(SAID, 9, PROMISE)], {9: WAIT}, id="promised at the step"),
+        pytest.param([(SAID, 10, PASSED)], {10: GO_ON}, id="passed"),
+        pytest.param([(SAID, 7, PROMISE), (DONE, 9, [])], {8: GO_ON, 9: ACT}, id="committed"),
+        pytest.param([(SAID, 7, PROMISE), (BACK, 9, [])], {9: GO_ON}, id="taken back"),
+        pytest.param(
+            [(SAID, 7, PROMISE), (SAID, 10, []), (replace(SAID, number=2), 7, [])], {9: WAIT}, id="old"
+        ),
+        pytest.param([(SAID, 7, PROMISE), (DONE, 9, []), (SAID, 9, [])], {9: ACT}, id="committed, then late"),
+        pytest.param([(DONE, 9, [])], {9: GO_ON}, id="committed without a promise"),
+        pytest.param([(SAID, 7, PROMISE), (replace(DONE, number=4), 9, [])], {9: GO_ON}, id="another commit"),
+        pytest.param([(SAID, 10, PASSED), (DONE, 10, [])], {10: GO_ON}, id="committed after it passed"),
+        pytest.param([(replace(SAID, round=3), 7, [])], {9: GO_ON}, id="another round"),
+        pytest.param(
+            [(SAID, 7, PROMISE), (replace(DONE, round=5), 9, [])], {9: WAIT}, id="commit of another round"
+        ),
+        pytest.param([(SAID, 7, PROMISE), (3, 7, None)], {9: GO_ON}, id="a new round"),
+        pytest.param([(replace(SAID, number=0), 0, [Answer(0, False)])], {0: GO_ON}, id="any number is news"),
+    ],
+)
+def test_a_rank_promises_waits_at_the_step_and_acts_when_it_is_committed(
+    script: list[Any], moves: dict[int, Move]
+) -> None:
+    found = StepParticipant()
+    assert found.hear(replace(SAID, number=0), 0) == [], "it is in no loop yet"
+    found = StepParticipant()
+    found.begin(1)
+    for said, step, answers in script:
+        if isinstance(said, Proposal):
+            assert found.hear(said, step) == answers
+        else:
+            found.begin(said)
+    assert {step: found.move(step) for step in moves} == moves
+    assert found.committed == (DONE if ACT in moves.values() else None)
+
+
+# Planted bugs
+
+
+class IgnoresTheLast(StepCoordinator):
+    """Commits without the promise of one rank."""
+
+    def __init__(self, members: Any) -> None:
+        super().__init__(list(members)[:-1] or members)
 
 
 class TakesAnyAnswer(StepCoordinator):
@@ -218,33 +396,30 @@ class TakesAnyAnswer(StepCoordinator):
 class AwaitsEveryAnswer(StepCoordinator):
     """Waits for the answer of a rank that has gone on and needs the others to come to its next look."""
 
-    def _weighed(self, current: Proposal) -> Proposal | None:
-        hidden = {
-            rank: one if one.answered == current.number else replace(one, step=-1)
-            for rank, one in self._known.items()
-        }
-        known, self._known = self._known, hidden
-        try:
-            return super()._weighed(current)
-        finally:
-            self._known = known
+    def handle(self, event: Status | RankEnded) -> list[Proposal]:
+        if isinstance(event, Status) and self.current is not None and event.answered != self.current.number:
+            event = replace(event, step=-1)
+        return super().handle(event)
 
 
 class TakesItBack(StepCoordinator):
     """Withdraws what was committed when a rank dies."""
 
-    def _next(self) -> Proposal | None:
-        current = self.current
-        if self._ended and current is not None and current.stage is Stage.COMMITTED:
-            return replace(current, number=current.number + 1, stage=Stage.WITHDRAWN)
-        return super()._next()
+    def handle(self, event: Status | RankEnded) -> list[Proposal]:
+        said, current = super().handle(event), self.current
+        if isinstance(event, RankEnded) and current is not None and current.stage is COMMITTED:
+            self.current = replace(current, number=current.number + 1, stage=WITHDRAWN)
+            return [self.current]
+        return said
 
 
 class ProposesTooSoon(StepCoordinator):
     """Proposes again while ranks have not acted upon what was committed."""
 
-    def _in_round(self, round_: int) -> bool:
-        return False
+    def handle(self, event: Status | RankEnded) -> list[Proposal]:
+        if self.current is not None and self.current.stage is COMMITTED:
+            self.current = replace(self.current, stage=WITHDRAWN)
+        return super().handle(event)
 
 
 class WaitsForNobody(StepParticipant):
@@ -252,7 +427,7 @@ class WaitsForNobody(StepParticipant):
 
     def move(self, step: int) -> Move:
         found = super().move(step)
-        return Move.GO_ON if found is Move.WAIT else found
+        return GO_ON if found is WAIT else found
 
 
 class ActsOnProposals(StepParticipant):
@@ -260,54 +435,38 @@ class ActsOnProposals(StepParticipant):
 
     def move(self, step: int) -> Move:
         found = super().move(step)
-        return Move.ACT if found is Move.WAIT else found
+        return ACT if found is WAIT else found
 
 
 class ForgetsRounds(StepParticipant):
-    """Heeds what was said in another round."""
+    """Heeds what was told in another round."""
+
+    def begin(self, round_: int) -> None:
+        self.mine = round_
+        super().begin(round_)
 
     def hear(self, said: Proposal, step: int) -> list[Answer]:
-        return super().hear(replace(said, round=self._round), step)
+        return super().hear(replace(said, round=self.mine), step)
 
 
 @pytest.mark.parametrize(
-    ("coordinator", "part", "words"),
+    ("build", "words"),
     [
-        (CommitsEarly, StepParticipant, "goes on after step"),
-        (TakesAnyAnswer, StepParticipant, "goes on after step"),
-        (AwaitsEveryAnswer, StepParticipant, "waits after step"),
-        (TakesItBack, StepParticipant, "goes on after step"),
-        (ProposesTooSoon, StepParticipant, "act"),
-        (StepCoordinator, WaitsForNobody, "act apart"),
-        (StepCoordinator, ActsOnProposals, "act"),
-        (StepCoordinator, ForgetsRounds, "act"),
+        (Build(coordinator=IgnoresTheLast), "goes on after step"),
+        (Build(coordinator=TakesAnyAnswer), "goes on after step"),
+        (Build(coordinator=AwaitsEveryAnswer), "waits after step"),
+        (Build(coordinator=TakesItBack), "goes on after step"),
+        (Build(coordinator=ProposesTooSoon), "act"),
+        (Build(part=WaitsForNobody), "act apart"),
+        (Build(part=ActsOnProposals), "act"),
+        (Build(part=ForgetsRounds), "act"),
     ],
 )
-def test_a_planted_bug_is_found(
-    coordinator: type[StepCoordinator], part: type[StepParticipant], words: str, seed: int
-) -> None:
+def test_a_planted_bug_is_found(build: Build, words: str, seed: int) -> None:
     for number in range(20_000):
         draw = random.Random(seed + number)
-        ops = [(draw.choice(OPS), draw.randrange(4), draw.randrange(200)) for _ in range(100)]
-        _, bad = play(ops, draw.randint(2, 4), draw.random() < 0.5, coordinator, part)
+        ops = [(draw.choice(RANK_OPS), draw.randrange(4), draw.randrange(200)) for _ in range(100)]
+        bad = play(OneNode(draw.randint(2, 4), draw.random() < 0.5, build), ops)
         if any(words in one for one in bad):
-            print(f"{coordinator.__name__}, {part.__name__}: found after {number + 1} schedules")
             return
-    pytest.fail(f"{coordinator.__name__}, {part.__name__} was not found")
-
-
-def test_ranks_that_hold_are_not_rebalanced() -> None:
-    coordinator = StepCoordinator(["a"])
-    coordinator.recall(Proposal(1, Stage.COMMITTED, 1, 9, Want.SAVE | Want.HOLD))
-    coordinator.rebalance(((0, 500),))
-    assert not coordinator.wanted
-    coordinator.recall(Proposal(2, Stage.WITHDRAWN, 1, 9, Want.SAVE | Want.HOLD))
-    assert coordinator.wanted
-
-
-def test_a_hold_outlives_the_release_of_an_earlier_one() -> None:
-    coordinator = StepCoordinator(["a"])
-    coordinator.recall(Proposal(1, Stage.PROPOSED, 1, 9, Want.SAVE | Want.HOLD))
-    coordinator.release()
-    coordinator.ask(Want.SAVE | Want.HOLD)
-    assert not coordinator._releases
+    pytest.fail(f"{build} was not found")
