@@ -271,6 +271,33 @@ def nothing_is_unpickled(root: Path) -> list[str]:
     return found
 
 
+def _ours(root: Path, path: Path) -> list[tuple[str, str]]:
+    """Return where a file imports outlast, and which modules of tests/ it imports, as (place, path)."""
+    found = []
+    name = str(path.relative_to(root))
+    for node, target in imports(ast.parse(path.read_text(encoding="utf-8"), name)):
+        parts = target.split(".")
+        if parts[0] == "outlast":
+            found.append((f"{name}:{getattr(node, 'lineno', 1)}", ""))
+        elif parts[0] == "tests":
+            files = [root.joinpath(*parts[:end]).with_suffix(".py") for end in (len(parts), len(parts) - 1)]
+            found += [(name, str(file)) for file in files if file.exists()]
+    return found
+
+
+def scenarios_know_no_class(root: Path) -> list[str]:
+    """Return imports of outlast in tests/scenarios and in all that they import from tests/."""
+    found = []
+    paths = sorted((root / "tests" / "scenarios").rglob("*.py"))
+    for path in paths:
+        for place, file in _ours(root, path):
+            if not file:
+                found.append(f"{place}: imports outlast; a launched scenario sees a job from outside")
+            elif Path(file) not in paths:
+                paths.append(Path(file))
+    return found
+
+
 def _package(line: str) -> str:
     return re.split(r"[^\w-]", line)[0].lower()
 
@@ -291,6 +318,7 @@ def dependencies_are_those_in_use(root: Path) -> list[str]:
 Check = Callable[[Path], list[str]]
 RULE, AGENT, WORKER = "src/outlast/hang/policy/x.py", "src/outlast/hang/agent/x.py", "src/outlast/worker/x.py"
 TRY = "try:\n    x = 1\n"
+SCENARIO = "tests/scenarios/hang/test_x.py"
 PLANTS: dict[Check, list[tuple[str, str, str]]] = {
     layers_point_down: [
         (AGENT, "from outlast.worker import session\n", "agent imports outlast.worker.session"),
@@ -356,6 +384,10 @@ PLANTS: dict[Check, list[tuple[str, str, str]]] = {
         ),
         (WORKER, "from torch.distributed import broadcast_object_list as b\nb([])\n", "unpickles"),
     ],
+    scenarios_know_no_class: [
+        (SCENARIO, "def f():\n    from outlast.config import NodeOptions\n", "imports outlast"),
+        ("tests/scenarios/warm.py", "import outlast\n", "imports outlast"),
+    ],
     dependencies_are_those_in_use: [
         (AGENT, "import requests\n", "requests is imported and not declared"),
         (AGENT, "x = 1\n", "torch is declared and not imported"),
@@ -410,6 +442,15 @@ def test_a_planted_violation_is_found(
 def test_code_that_only_comes_close_is_not_reported(check: Check, tmp_path: Path) -> None:
     _plant(tmp_path, WORKER, INNOCENT)
     assert check(tmp_path) == []
+
+
+def test_an_import_of_ours_is_found_behind_the_helpers_of_a_scenario(tmp_path: Path) -> None:
+    _plant(tmp_path, SCENARIO, "from tests.support.launching import Run\nimport json\n")
+    _plant(tmp_path, "tests/support/launching.py", "from tests.support import agents\n")
+    _plant(tmp_path, "tests/support/agents.py", "import outlast.files\n")
+    _plant(tmp_path, "tests/support/jobs.py", "import outlast\n")
+    (found,) = scenarios_know_no_class(tmp_path)
+    assert found.startswith("tests/support/agents.py:1: ")
 
 
 def _of_a_node() -> list[str]:

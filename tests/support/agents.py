@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.launching import DEADLINE, SCRIPTS, until
 from tests.support.ports import free_port
-from tests.support.processes import command_line
+from tests.support.processes import command_line, tree_of
 
 _MARK = "OUTLAST_TEST_AGENTS"
 _WAITING = ("--no-python", sys.executable, str(SCRIPTS / "waiting.py"))
@@ -172,13 +172,7 @@ class Agents:
 
     def tree(self, name: str) -> list[int]:
         """Return the pids of an agent and of all that it has started."""
-        found = [self.agents[name].pid]
-        for pid in found:
-            with contextlib.suppress(OSError):
-                for task in os.listdir(f"/proc/{pid}/task"):
-                    children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                    found += [int(child) for child in children if int(child) not in found]
-        return found
+        return tree_of(self.agents[name].pid)
 
     def finish(self, *names: str) -> dict[str, int]:
         """Wait for the ends of agents, of all when none is named; return their exit codes."""

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from outlast.ipc.processes import state_of
 from tests.support.namespaces import (
     NAMESPACES,
     PATIENCE,
@@ -37,7 +36,7 @@ from tests.support.namespaces import (
     run,
     until,
 )
-from tests.support.processes import command_line
+from tests.support.processes import command_line, state_of
 
 PROGRAMS = ("unshare", "nsenter", "ip", "mount", "env", "cat")
 NETWORK = "10.77.0"

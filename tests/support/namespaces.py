@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast import files
-from outlast.errors import OutlastError
-
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
 PATIENCE = 30.0  # seconds for what takes milliseconds on an idle machine
 LOOK = 0.002
 
 
-class HostsUnusable(OutlastError):
+class HostsUnusable(Exception):
     """The hosts could not be started, or one of them does not do what it was told."""
 
 
@@ -68,7 +66,7 @@ class Keeper:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        ready = files.readable([self._process.stdout.fileno()], PATIENCE)
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
         said = self._process.stdout.readline().strip() if ready else b""
         if not said:
             self.close()

@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from outlast.ipc.processes import children_of
-
 _SEIZE, _INTERRUPT, _DETACH, _ALL = 0x4206, 0x4207, 17, 0x40000000  # linux/ptrace.h, linux/wait.h
 
 
@@ -18,6 +16,30 @@ def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
+        return ""
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Yield the pids of a process's children."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+
+
+def tree_of(pid: int) -> list[int]:
+    """Return the pids of a process and of all below it."""
+    found = [pid]
+    for one in found:
+        found += [child for child in children_of(one) if child not in found]
+    return found
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of /proc/PID/stat; "" when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
         return ""
 
 
