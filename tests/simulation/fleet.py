@@ -4,6 +4,10 @@ Everything that agents decide is the product's code; messages go through JSON, a
 What is simulated is time, the network, and what workers would do: they start, make steps together, fail
 when one of them dies, stand still when one is cut off or stopped, and save from time to time if their
 node may.
+
+Who only wants to know what becomes of a job needs four methods, and no class of ours: ``befall``, ``mend``,
+``run`` and ``outcome``; see :mod:`.test_outcomes`. :mod:`.fleet_reentry` and :mod:`.fleet_steps` have ranks
+that can be entered again, and ranks that agree on a step.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -47,18 +52,14 @@ from outlast.config import FaultToleranceOptions
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import AllStarted, CommitSeen, Event, StepsDone, WorkerFinished
 from outlast.stragglers.policy.options import StragglerOptions
-from tests.simulation.fencing import Commit
+from tests.simulation.fencing import Commit, overlaps
 
 _TURN = 0.05
 _STEP = 0.1
 _SAVE_EVERY = 10
 _SLOWEST_SAVE = 12.0
-_RESET, _PING, _PONG, _VACANT = (
-    "reset",
-    "ping",
-    "pong",
-    "vacant",
-)  # of the network and of channels, not agents
+_RESET, _PING, _PONG, _VACANT = "reset", "ping", "pong", "vacant"  # of the network and of channels
+FAULTS = ("fail", "kill", "power", "stop", "busy", "cut", "reset")
 
 
 class Halt(Enum):
@@ -131,6 +132,7 @@ class Fleet:
         self.log: list[str] = []
         self.commits: list[Commit] = []
         self.lived: list[str] = []  # nodes that were lost and are back
+        self.judged: Counter[str] = Counter()  # what was done about faults, by the kind of action
         self.steps: dict[int, int] = {}
         self.job_state: Mapping[str, Any] | None = None
         self._terms = JobSpec("run", "1", "-", 1, least, most, spares)
@@ -241,6 +243,41 @@ class Fleet:
         for node in self.nodes.values():
             node.side = 0
 
+    def befall(self, what: str, name: str) -> bool:
+        """Let one of :data:`FAULTS` happen to a node that works; return whether it passes after a while."""
+        node = self.nodes[name]
+        if not node.turns or node.side:
+            return False
+        match what:
+            case "fail":
+                if node.started:
+                    self.fail(name)
+            case "reset":
+                for other in [other for other in self.nodes if other != name][:1]:
+                    self.reset(name, other)
+            case "kill" | "power":
+                self.kill(name, power=what == "power")
+            case "busy":
+                self.halt(name, Halt.BUSY)
+            case "stop":
+                self.stop(name)
+            case "cut":
+                self.cut(name)
+        return what not in ("fail", "reset")
+
+    def mend(self, what: str, name: str) -> None:
+        """Undo what befell a node."""
+        node = self.nodes[name]
+        if what in ("kill", "power"):
+            if node.cluster_node is None and not self.ended():
+                self.start(name, after=node.running)
+        elif what == "stop" and node.stopped:
+            self.resume(name)
+        elif what == "busy" and node.agent is Halt.BUSY:
+            self.go_on(name)
+        elif what == "cut":
+            node.side = 0
+
     def freeze(self) -> None:
         """Let the workers of the present generation make no step any more."""
         self._frozen = self.generation()
@@ -262,7 +299,7 @@ class Fleet:
         while self.now < until:
             self._turn(min(self.now + _TURN, until))
 
-    def run_until(self, condition: Any, limit: float, turn: float = _TURN) -> bool:
+    def run_until(self, condition: Callable[[], Any], limit: float, turn: float = _TURN) -> bool:
         """Let time pass until something is so, which is asked after each turn; say whether it came to be."""
         end = self.now + limit
         while not condition() and self.now < end:
@@ -356,6 +393,7 @@ class Fleet:
                 case Judged(action, fault):
                     about = f" after {fault.kind.value} on {fault.node}" if fault is not None else ""
                     self._note(node, f"{action.kind.value}{about}: {action.reason}")
+                    self.judged[action.kind.value] += fault is not None
                 case Log(reason):
                     self._note(node, reason)
                 case _:
@@ -485,6 +523,29 @@ class Fleet:
                 self._say(node, CommitSeen(step, f"step-{step:09d}.g{generation}"))
 
     # What a test looks at.
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what became of the job, as its user sees it."""
+        ended = self.ended()
+        kinds = ("restart-in-job", "replace-node", "shrink")
+        return {
+            "ended": sorted(set(ended)),
+            "nodes": len(ended),
+            "saved": max((one.step for one in self.commits), default=-1),
+            "generations": self.generation(),
+            "restarts": {kind: self.judged[kind] for kind in kinds if self.judged[kind]},
+            "back": len(self.lived),
+            "refused": sum(bool(node.turned_away) for node in self.nodes.values()),
+            "overlaps": bool(overlaps(self.commits)),
+        }
+
+    def ended(self) -> list[int]:
+        """Return the exit codes with which nodes know that the job ended."""
+        return [node.ending.exit_code for node in self.nodes.values() if node.ending is not None]
+
+    def lives(self) -> bool:
+        """Say whether an agent is left."""
+        return any(node.cluster_node is not None for node in self.nodes.values())
 
     def generation(self) -> int:
         """Return the youngest generation that runs."""

@@ -14,22 +14,19 @@ import gzip
 import json
 import random
 import sys
-from collections import Counter
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.simulation.fencing import overlaps
-from tests.simulation.fleet import Fleet, Halt
+from tests.simulation.fleet import FAULTS, Fleet
 
 RECORDED = Path(__file__).parent / "data" / "outcomes.json.gz"
 SEEDS = 2_000
 PARTS = 20
 QUICK = 4  # parts that every run of the suite plays
 _LIMIT = 240.0  # simulated seconds
-_FAULTS = ("fail", "kill", "power", "stop", "busy", "cut", "reset")
 
 
 def play(seed: int) -> dict[str, Any]:
@@ -42,84 +39,22 @@ def play(seed: int) -> dict[str, Any]:
     fleet.shared = dice.random() < 0.8
     due: list[tuple[float, str, str]] = []
     for _ in range(dice.choice((0, 1, 1, 2, 3, 4, 6))):
-        due.append(
-            (
-                fleet.now + dice.uniform(0.0, steps * 0.1 + 5.0),
-                dice.choice(_FAULTS),
-                dice.choice(list(fleet.nodes)),
-            )
-        )
+        at = fleet.now + dice.uniform(0.0, steps * 0.1 + 5.0)
+        due.append((at, dice.choice(FAULTS), dice.choice(list(fleet.nodes))))
     due.sort()
     undo: list[tuple[float, str, str]] = []
     end = fleet.now + _LIMIT
-    while fleet.now < end and (undo or any(node.cluster_node is not None for node in fleet.nodes.values())):
+    while fleet.now < end and (undo or fleet.lives()):
         fleet.run(min([fleet.now + 0.5, *(at for at, *_ in (*due, *undo) if at > fleet.now)]))
         while due and due[0][0] <= fleet.now:
             _, what, name = due.pop(0)
-            if _befalls(fleet, what, name):
+            if fleet.befall(what, name):
                 undo.append((fleet.now + dice.choice((2.0, 4.0, 7.0, 12.0, 20.0)), what, name))
         for one in [one for one in undo if one[0] <= fleet.now]:
             undo.remove(one)
-            _passes(fleet, *one[1:])
+            fleet.mend(*one[1:])
         fleet.leave()
-    return _outcome(fleet)
-
-
-def _befalls(fleet: Fleet, what: str, name: str) -> bool:
-    """Let something happen to a node; return whether it passes after a while."""
-    node = fleet.nodes[name]
-    if node.cluster_node is None or not node.turns or node.side:
-        return False
-    if what == "fail":
-        if node.started:
-            fleet.fail(name)
-        return False
-    if what == "reset":
-        others = [other for other in fleet.nodes if other != name]
-        if others:
-            fleet.reset(name, others[0])
-        return False
-    if what in ("kill", "power"):
-        fleet.kill(name, power=what == "power")
-    elif what == "stop":
-        fleet.stop(name)
-    elif what == "busy":
-        fleet.halt(name, Halt.BUSY)
-    else:
-        fleet.cut(name)
-    return True
-
-
-def _passes(fleet: Fleet, what: str, name: str) -> None:
-    """Undo what happened to a node."""
-    node = fleet.nodes[name]
-    if what in ("kill", "power"):
-        if node.cluster_node is None and not any(one.ending for one in fleet.nodes.values()):
-            fleet.start(name, after=node.running)
-    elif what == "stop" and node.stopped:
-        fleet.resume(name)
-    elif what == "busy" and node.agent is Halt.BUSY:
-        fleet.go_on(name)
-    elif what == "cut":
-        node.side = 0
-
-
-def _outcome(fleet: Fleet) -> dict[str, Any]:
-    said = Counter(line.split(": ")[1].split(" after ")[0] for line in fleet.log if " after " in line)
-    restarts = {kind: said[kind] for kind in ("restart-in-job", "replace-node", "shrink") if said[kind]}
-    ends = [node.ending for node in fleet.nodes.values() if node.ending is not None]
-    newest = fleet.generation()
-    return {
-        "ended": sorted({end.exit_code for end in ends}),
-        "nodes": len(ends),
-        "saved": max((one.step for one in fleet.commits), default=-1),
-        "generations": newest,
-        "restarts": restarts,
-        "lost": sum(" is lost: " in line for line in fleet.log),
-        "back": len(fleet.lived),
-        "refused": sum(bool(node.turned_away) for node in fleet.nodes.values()),
-        "overlaps": bool(overlaps(fleet.commits)),
-    }
+    return fleet.outcome()
 
 
 def part(number: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 def test_the_deciders_answer_as_the_transcript_says(path: Path, request: pytest.FixtureRequest) -> None:
     script = path.read_text()
     answered = play(script)
-    if request.config.getoption("--rewrite-transcripts", default=False):
+    if request.config.getoption("--rewrite-transcripts"):
         path.write_text(answered)
     assert answered == path.read_text()
     assert any(line.startswith("> ") for line in answered.splitlines())
