@@ -9,8 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from outlast.agreement.agent import StepAgreements
@@ -20,64 +19,59 @@ from outlast.agreement.worker.agent_agreement import AgentAgreement
 from outlast.ipc.control import Inbox
 from outlast.ipc.heartbeat_page import HeartbeatPage, HeartbeatReader
 from outlast.launcher.workers.processes import Worker
+from tests.agreement.jobs.training import PATIENCE, Trainee, all_at_gate, open_gate, started, until
 
-PATIENCE = 60.0
+SHORT = [0.0] * 20
 
 
-@dataclass
-class Rank:
-    """One rank: trains steps of its own lengths, and notes after which steps it acts."""
+class Rank(Trainee):
+    """A rank that notes after which steps it acts."""
 
-    page: HeartbeatPage
-    control: Path
-    seconds: list[float]
-    met: list[tuple[int, Want]] = field(default_factory=list)
-    completed: int = 0
-    saved: float = 1.0
-    patience: float = PATIENCE
-    held: list[bool] = field(default_factory=list)  # whether it was told to go on, at each hold
-
-    def __post_init__(self) -> None:
-        terms = (math.inf, math.inf, {"local": self.saved})
-        self.agreement = AgentAgreement(self.page, str(self.control), lambda: terms)
-        self.thread = threading.Thread(target=self.train)
-        self.at_gate = threading.Event()  # it waits there before the end of the step of this number
-        self.go_on = threading.Event()
-        self.gate = -1
+    def __init__(
+        self, page: HeartbeatPage, control: Path, seconds: Sequence[float], saved: float, gate: int
+    ) -> None:
+        super().__init__(seconds, gate)
+        self.page = page
+        self.agreement = AgentAgreement(page, str(control), lambda: (math.inf, math.inf, {"local": saved}))
+        self.patience = PATIENCE
+        self.met: list[tuple[int, Want]] = []
         self.seen: list[float] = []
+        self.held: list[bool] = []  # whether it was told to go on, at each hold
 
-    def train(self) -> None:
+    def begin(self) -> None:
         self.agreement.begin(0)
-        for step, seconds in enumerate(self.seconds, 1):
-            if step == self.gate:
-                self.at_gate.set()
-                assert self.go_on.wait(PATIENCE)
-            time.sleep(seconds)
-            self.completed = step
-            self.page.heartbeat(step)
-            found = self.agreement.decided(step)
-            if found is not None:
-                self.met.append((step, found.wants))
-                self.seen.append(found.seconds["local"])
-                self.agreement.begin(step)
-                if Want.HOLD in found.wants:
-                    self.held.append(self.agreement.hold(self.patience))
+
+    def after(self, step: int) -> None:
+        self.page.heartbeat(step)
+        found = self.agreement.decided(step)
+        if found is not None:
+            self.met.append((step, found.wants))
+            self.seen.append(found.seconds["local"])
+            self.agreement.begin(step)
+            if Want.HOLD in found.wants:
+                self.held.append(self.agreement.hold(self.patience))
+
+    def end(self) -> None:
         self.agreement.end()
+
+    def has_met(self, want: Want) -> bool:
+        return any(want in wants for _, wants in self.met)
 
 
 class Node:
     """An agent's inbox and pages, and the ranks that share them."""
 
-    def __init__(self, folder: Path, *seconds: list[float]) -> None:
+    def __init__(self, folder: Path, *seconds: Sequence[float], gate: int = -1) -> None:
         self.inbox = Inbox(folder / "control")
+        now = time.monotonic()
         self.pages = {
-            rank: HeartbeatReader(folder / f"page-{rank}", rank=rank, generation=1, spawned=time.monotonic())
+            rank: HeartbeatReader(folder / f"page-{rank}", rank=rank, generation=1, spawned=now)
             for rank in range(len(seconds))
         }
         for page in self.pages.values():
             page.agreement.serve()
         self.ranks = [
-            Rank(HeartbeatPage.open(page.path), folder / "control", each, saved=1.0 + rank)
+            Rank(HeartbeatPage.open(page.path), folder / "control", each, 1.0 + rank, gate)
             for (rank, page), each in zip(self.pages.items(), seconds, strict=True)
         ]
         self.workers: list[Worker] = []
@@ -104,58 +98,39 @@ class Node:
                 self.woken += 1
             self.look()
 
+    def close(self) -> None:
+        self.inbox.close()
+        self.agreements.over()
+        for page in self.pages.values():
+            page.close()
+
 
 @contextlib.contextmanager
-def training(folder: Path, *seconds: list[float], gate: int = -1) -> Iterator[Node]:
-    node = Node(folder, *seconds)
+def training(folder: Path, *seconds: Sequence[float], gate: int = -1) -> Iterator[Node]:
+    node = Node(folder, *seconds, gate=gate)
     agent = threading.Thread(target=node.serve)
     agent.start()
-    for rank in node.ranks:
-        rank.gate = gate
-        rank.thread.start()
     try:
-        yield node
-        for rank in node.ranks:
-            rank.thread.join(PATIENCE)
-            assert not rank.thread.is_alive(), f"waits after step {rank.completed}"
+        with started(*node.ranks):
+            yield node
     finally:
         node.over.set()
         agent.join(PATIENCE)
-        node.inbox.close()
-        node.agreements.over()
-        for page in node.pages.values():
-            page.close()
+        node.close()
 
 
 def ask(rank: Rank, want: Want, last: Rank) -> None:
     """Ask for something, and wait for a proposal in the page that is written last."""
     rank.agreement.ask(want)
-    end = time.monotonic() + PATIENCE
-    while last.page.agreement.ticket == 0:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: last.page.agreement.ticket)
 
 
-def at_gate(node: Node) -> None:
-    """Wait until all ranks are there: what is asked for now is heard before any has done its steps."""
-    for rank in node.ranks:
-        assert rank.at_gate.wait(PATIENCE)
-
-
-def go_on(node: Node) -> None:
-    for rank in node.ranks:
-        rank.go_on.set()
-
-
-def test_ranks_that_hold_wait_until_they_are_told_to_go_on(tmp_path: Path) -> None:
+def test_ranks_that_hold_wait_until_they_are_released(tmp_path: Path) -> None:
     with training(tmp_path, [0.01] * 40, [0.01] * 40, gate=2) as node:
-        at_gate(node)
+        all_at_gate(node.ranks)
         ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
-        go_on(node)
-        end = time.monotonic() + PATIENCE
-        while not all(rank.met for rank in node.ranks):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        open_gate(*node.ranks)
+        until(lambda: all(rank.met for rank in node.ranks))
         (step,) = {rank.completed for rank in node.ranks}
         assert not any(rank.held for rank in node.ranks)
         for said in node.coordinator._coordinator.release():
@@ -165,13 +140,13 @@ def test_ranks_that_hold_wait_until_they_are_told_to_go_on(tmp_path: Path) -> No
     assert [rank.completed for rank in node.ranks] == [40, 40]
 
 
-def test_ranks_that_nobody_tells_go_on_by_themselves(tmp_path: Path) -> None:
+def test_ranks_that_nobody_releases_go_on_by_themselves(tmp_path: Path) -> None:
     with training(tmp_path, [0.01] * 20, [0.01] * 20, gate=2) as node:
-        at_gate(node)
+        all_at_gate(node.ranks)
         for rank in node.ranks:
             rank.patience = 0.1
         ask(node.ranks[0], Want.SAVE | Want.HOLD, node.ranks[1])
-        go_on(node)
+        open_gate(*node.ranks)
     assert [rank.held for rank in node.ranks] == [[False], [False]]
 
 
@@ -182,40 +157,34 @@ def test_ranks_of_different_speeds_act_after_the_same_steps(tmp_path: Path, seed
         for want in (Want.SAVE, Want.DUE, Want.STOP):
             asking = draw.choice(node.ranks)
             asking.agreement.ask(want)
-            end = time.monotonic() + PATIENCE
-            while asking.thread.is_alive() and not any(want in wants for _, wants in asking.met):
-                assert time.monotonic() < end
-                time.sleep(0.001)
+            until(lambda rank=asking, want=want: rank.has_met(want) or not rank.thread.is_alive())
     assert node.ranks[0].met, "somebody was heard"
     assert [rank.met for rank in node.ranks] == [node.ranks[0].met] * 4
     assert {taken for rank in node.ranks for taken in rank.seen} == {4.0}, "the longest save counts"
 
 
 def test_all_ranks_save_once_although_only_the_agent_has_asked(tmp_path: Path) -> None:
-    with training(tmp_path, [0.01] * 200, [0.01] * 200, gate=2) as node:
-        at_gate(node)
+    with training(tmp_path, [0.01] * 100, [0.01] * 100, gate=2) as node:
+        all_at_gate(node.ranks)
         node.agreements.ask_save()
-        go_on(node)
-        end = time.monotonic() + PATIENCE
-        while not all(rank.met for rank in node.ranks):
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        open_gate(*node.ranks)
+        until(lambda: all(rank.met for rank in node.ranks))
     (met,) = node.ranks[0].met
     assert met[1] is Want.SAVE
     assert node.ranks[1].met == [met]
 
 
 def test_a_request_within_a_long_step_is_met_after_that_step_where_time_is_short(tmp_path: Path) -> None:
-    with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
+    with training(tmp_path, SHORT, SHORT, gate=5) as node:
         asking, other = node.ranks
-        at_gate(node)
+        all_at_gate(node.ranks)
         ask(asking, Want.PREEMPTED, other)
-        go_on(node)
+        open_gate(asking, other)
     assert asking.met == other.met == [(5, Want.PREEMPTED)]
 
 
-def test_a_rank_at_the_end_of_its_loop_is_in_nobodys_way(tmp_path: Path) -> None:
-    with training(tmp_path, [0.0] * 20, [0.0] * 20) as node:
+def test_a_rank_at_the_end_of_its_loop_holds_nobody_up(tmp_path: Path) -> None:
+    with training(tmp_path, SHORT, SHORT) as node:
         slow, quick = node.ranks
         quick.thread.join(PATIENCE)
         slow.agreement.ask(Want.SAVE)
@@ -236,25 +205,27 @@ def test_a_dead_rank_ends_the_agreement(tmp_path: Path) -> None:
     ended = Worker(1, os.getpid())
     ended.exit_code = 1
     ended.close()
-    with training(tmp_path, [0.0] * 20, [0.0] * 20, gate=5) as node:
+    with training(tmp_path, SHORT, SHORT, gate=5) as node:
         asking, dead = node.ranks
-        at_gate(node)
+        all_at_gate(node.ranks)
         ask(asking, Want.PREEMPTED, dead)
-        asking.go_on.set()
-        end = time.monotonic() + PATIENCE
-        while (said := asking.page.agreement.read()) is None or said.stage is not Stage.WITHDRAWN:
+        open_gate(asking)
+
+        def withdrawn() -> bool:
             if asking.page.beats > 6:  # it waits after step 5 for the other one's answer, and is alive
                 node.workers = [ended]
-            assert time.monotonic() < end
-            time.sleep(0.001)
+            said = asking.page.agreement.read()
+            return said is not None and said.stage is Stage.WITHDRAWN
+
+        until(withdrawn)
         asking.thread.join(PATIENCE)
         assert asking.met == []
-        dead.go_on.set()
+        open_gate(dead)
 
 
-def test_what_the_agent_says_is_read_whole(tmp_path: Path) -> None:
+def test_what_the_agent_writes_is_read_whole(tmp_path: Path) -> None:
     node = Node(tmp_path, [])
-    page, words = node.pages[0], node.ranks[0].page.agreement
+    words = node.ranks[0].page.agreement
     assert words.served
     assert words.read() is None
     words.begin(1, 6)
@@ -274,5 +245,4 @@ def test_what_the_agent_says_is_read_whole(tmp_path: Path) -> None:
     assert vote.flags == {Flag.SAVE, Flag.PREEMPTED}
     assert (vote.left, vote.limit, vote.seconds) == (10.0, 20.0, {"memory": 0.5})
     node.ranks[0].agreement.end()
-    node.inbox.close()
-    page.close()
+    node.close()
