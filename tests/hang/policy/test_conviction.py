@@ -61,7 +61,7 @@ def test_how_long_a_silence_may_be(doing: Doing, fields: dict[str, Any], missed:
 
 COMPUTES, HERE, AWAY = rank(1, Doing.COMPUTES), group(7, 7, (0, 1)), group(7, 7, (0, 1, 2, 3))
 RANKS = [rank(number, Doing.COLLECTIVE, steady=9) for number in (0, 1)]
-STILL = rank(1, Doing.STOPPED)
+STILL, AWAITS = rank(0, Doing.STOPPED), rank(1, Doing.COLLECTIVE)
 
 
 def within(*groups: Any) -> list[Any]:
@@ -80,9 +80,13 @@ def within(*groups: Any) -> list[Any]:
         ),
         pytest.param(NOBODY, [rank(0, steady=9), COMPUTES], {}, math.inf, id="one computes, nobody named"),
         pytest.param(NAMED, [IN_COLLECTIVE, COMPUTES], {"limit": 300.0}, 600.0, id="after the timeout"),
-        pytest.param(NAMED, [IN_COLLECTIVE, STILL], {}, 0.0, id="stopped"),
+        pytest.param(Verdict(0, "x", (1,)), [STILL, AWAITS], {}, 0.0, id="stopped"),
         pytest.param(
-            NAMED, [replace(IN_COLLECTIVE, continued=True), STILL], {}, 300.0, id="continued one by one"
+            Verdict(0, "x", (1,)),
+            [STILL, replace(AWAITS, continued=True)],
+            {},
+            300.0,
+            id="continued one by one",
         ),
         pytest.param(NOBODY, RANKS, {"spread": True}, 300.0, id="other nodes"),
         pytest.param(NOBODY, RANKS, {}, 0.0, id="no other node"),
@@ -135,6 +139,11 @@ def test_the_next_look_is_after_half_the_silence_or_when_it_counts(
     assert ruling.look_in == pytest.approx(look_in)
     assert doing.value in ruling.reason
     assert not ruling.convicted
+
+
+def test_whoever_has_less_time_does_not_delay_the_look_at_one_that_did_nothing() -> None:
+    evidence = (IN_COLLECTIVE, rank(1, Doing.SLEEPS, steady=1))
+    assert rule(Case(NOBODY, evidence, 20.0, PATIENCE)).look_in == 1.0
 
 
 @pytest.mark.parametrize(("waited", "look_in"), [(0.6, 0.5), (10.0, 5.0), (100.0, 30.0)])

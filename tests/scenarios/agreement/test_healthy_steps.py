@@ -65,6 +65,6 @@ def test_on_two_nodes_saves_and_the_stop_after_a_notice_are_of_one_step_without_
         assert found.finish() == dict.fromkeys(("n0", "n1"), 128 + signal.SIGTERM), found.consoles()
     (step,) = asked_for([*found.records("n0", "saved"), *found.records("n1", "saved")], "0.5")
     assert step > 6, "it is ahead of every rank"
-    ended = {lines(found.trace / f"rank-{rank}")[-1]["ended"] for rank in (0, 1)}
-    assert ended == {copies(found.run)[-1]}, found.consoles()
+    ends = [one["ended"] for rank in (0, 1) for one in lines(found.trace / f"rank-{rank}") if "ended" in one]
+    assert set(ends) == {copies(found.run)[-1]}, found.consoles()
     assert ours(found.trace) == {0}
