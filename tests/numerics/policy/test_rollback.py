@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name, parse_copy_name
 from outlast.numerics.policy.numerics import Plan, plan
 
+Places = Sequence[tuple[int, int]]  # step and generation
+
 
 def names(*places: tuple[int, int]) -> list[str]:
     return [copy_name(step, generation) for step, generation in places]
 
 
-def test_the_first_goes_before_the_first_bad_step_the_next_one_further_back() -> None:
-    found = names((5, 1), (10, 1), (12, 1), (15, 1))
-    assert plan(found, 1, 13, ()) == Plan(tuple(names((15, 1))), ())
-    assert plan(found, 1, 13, names((12, 1))) == Plan(tuple(names((12, 1), (15, 1))), ())
+FIVE_TEN_FIFTEEN = ((5, 1), (10, 1), (12, 1), (15, 1))
 
 
-def test_the_only_state_is_loaded_again_rather_than_none() -> None:
-    found = names((10, 1), (15, 1))
-    assert plan(found, 1, 13, names((10, 1))) == Plan(tuple(names((15, 1))), ())
-
-
-def test_copies_of_another_generation_stay_and_are_avoided() -> None:
-    found = names((5, 1), (10, 1), (12, 2))
-    assert plan(found, 2, 13, names((10, 1))) == Plan(tuple(names((12, 2))), tuple(names((10, 1))))
+@pytest.mark.parametrize(
+    ("copies", "generation", "tried", "put_away", "avoid"),
+    [
+        pytest.param(FIVE_TEN_FIFTEEN, 1, (), [(15, 1)], [], id="before the first bad step"),
+        pytest.param(FIVE_TEN_FIFTEEN, 1, [(12, 1)], [(12, 1), (15, 1)], [], id="the next one further back"),
+        pytest.param(((10, 1), (15, 1)), 1, [(10, 1)], [(15, 1)], [], id="the only one again"),
+        pytest.param(((5, 1), (10, 1), (12, 2)), 2, [(10, 1)], [(12, 2)], [(10, 1)], id="another generation"),
+    ],
+)
+def test_a_rollback_from_step_13(
+    copies: Places, generation: int, tried: Places, put_away: Places, avoid: Places
+) -> None:
+    found = plan(names(*copies), generation, 13, names(*tried))
+    assert found == Plan(tuple(names(*put_away)), tuple(names(*avoid)))
 
 
 def test_with_nothing_from_before_there_is_no_way_back() -> None:
