@@ -20,7 +20,7 @@ from outlast.stragglers.policy.nvrx import (
     steps_between_reports,
     tail,
 )
-from tests.stragglers.fleet import Fleet, named, slow
+from tests.stragglers.policy.builders import Fleet, named, slow
 
 
 def relative(times: list[float]) -> dict[int, float]:
