@@ -152,11 +152,14 @@ def test_one_rank_that_keeps_the_others_waiting_is_named_and_no_other(
     assert named(job) == {rank}
 
 
-@pytest.mark.parametrize("width", [4, 32])
-def test_a_pair_that_meets_earlier_than_the_others_is_not_late(width: int) -> None:
-    assert named(Job((1.0, 1.6), width, 0.1, 1.7, frozenset({0}), unmeasured=True)) == set()
-
-
-def test_a_rank_is_not_late_because_half_of_its_peers_have_less_to_do() -> None:
-    job = Job((0.954, 0.91, 1.504, 1.1), 5, 0.0793, 0.506, frozenset({0, 1}), seed=300)
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job((1.0, 1.6), 4, 0.1, 1.7, frozenset({0}), unmeasured=True),
+        Job((1.0, 1.6), 32, 0.1, 1.7, frozenset({0}), unmeasured=True),
+        Job((0.954, 0.91, 1.504, 1.1), 5, 0.0793, 0.506, frozenset({0, 1}), seed=300),
+    ],
+    ids=["a pair that meets earlier", "of 32", "half of its peers have less to do"],
+)
+def test_a_rank_is_not_late_because_others_have_less_to_do(job: Job) -> None:
     assert named(job) == set()

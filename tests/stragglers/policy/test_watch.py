@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
-from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
+from outlast.stragglers.policy.gathering import MOST_WAITING, RankWindow, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
 from outlast.stragglers.policy.rows import BENCHMARK, LAST_MICRO_STEP, MICRO_STEP, Kind, Row, State
-from outlast.stragglers.policy.watch import (
-    Excess,
-    Noticed,
-    RankTimes,
-    StragglerWatch,
-    Wanted,
-    busy_times,
-    places_of,
+from outlast.stragglers.policy.watch import Excess, RankTimes, StragglerWatch, busy_times, places_of
+from tests.stragglers.policy.builders import (
+    NODES,
+    shown,
+    slowed,
+    times,
+    verdicts,
+    watching,
+    window,
+    words,
 )
 
-NODES = {"a": range(4), "b": range(4, 8)}
+MICRO = (MICRO_STEP, LAST_MICRO_STEP)
 
 
 def row(
@@ -38,36 +43,36 @@ def row(
 # How long each rank was busy
 
 
-def test_busy_times_are_those_of_a_step_without_waiting() -> None:
-    rows = [
-        *(row(0, 4.0, count=4), row(0, 6.0, "data", count=99, waiting=2.0)),
-        *(row(1, 8.0, count=4), row(1, 4.0, "data", waiting=4.0)),
-        *(row(2, 20.0, count=4, waiting=4.0),),
-    ]
-    assert busy_times(12, rows) == RankTimes(12, 2.0, {0: 1.0, 1: 1.0, 2: 2.0})
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (
+            [
+                *(row(0, 4.0, count=4), row(0, 6.0, "data", count=99, waiting=2.0)),
+                *(row(1, 8.0, count=4), row(1, 4.0, "data", waiting=4.0)),
+                *(row(2, 20.0, count=4, waiting=4.0),),
+            ],
+            RankTimes(12, 2.0, {0: 1.0, 1: 1.0, 2: 2.0}),
+        ),
+        ([row(0, 3.0, "data", count=7)], RankTimes(12, 3.0, {0: 1.0})),
+        ([row(0, 2.0), row(1, math.nan)], RankTimes(12, 2.0, {0: 1.0})),
+        ([], None),
+        ([row(0, 0.0)], None),
+        ([row(0, 0.0), row(1, 0.0), row(2, 9.0)], None),
+        ([row(0, math.nan)], None),
+        ([row(0, math.inf), row(1, 0.0)], None),
+    ],
+)
+def test_busy_times_are_those_of_a_step_without_waiting(rows: list[Row], found: RankTimes | None) -> None:
+    assert busy_times(12, rows) == found
 
 
-def test_without_steps_the_whole_window_counts() -> None:
-    assert busy_times(1, [row(0, 3.0, "data", count=7)]) == RankTimes(1, 3.0, {0: 1.0})
-
-
-@pytest.mark.parametrize("totals", [(), (0.0,), (0.0, 0.0, 9.0), (math.nan,), (math.inf, 0.0)])
-def test_without_a_time_there_is_no_record(totals: tuple[float, ...]) -> None:
-    assert busy_times(1, [row(rank, one) for rank, one in enumerate(totals)]) is None
-
-
-def test_a_time_that_is_not_known_is_left_out() -> None:
-    assert busy_times(1, [row(0, 2.0), row(1, math.nan)]) == RankTimes(1, 2.0, {0: 1.0})
-
-
-def test_of_many_ranks_the_200_that_differ_most_are_told_in_order() -> None:
-    totals = [100.0 + (rank % 2 * 2 - 1) * (299 - rank) / 10 for rank in range(300)]
-    found = busy_times(1, [row(rank, one) for rank, one in enumerate(totals)])
+@pytest.mark.parametrize("equal", [False, True])
+def test_of_many_ranks_the_200_that_differ_most_are_told_in_order(equal: bool) -> None:
+    totals = [1.0 if equal else 100.0 + (rank % 2 * 2 - 1) * (299 - rank) / 10 for rank in range(300)]
+    found = busy_times(1, [row(rank, totals[rank]) for rank in reversed(range(300))])
     assert found is not None
     assert list(found.ratios) == list(range(200))
-    equal = busy_times(1, [row(rank, 1.0) for rank in reversed(range(300))])
-    assert equal is not None
-    assert list(equal.ratios) == list(range(200))
 
 
 # What a late rank is late with
@@ -82,6 +87,10 @@ def spent(*seconds: Mapping[Kind, float], waiting: float = 0.0) -> list[Row]:
     ]
 
 
+def of_rank_1(seconds: Mapping[Kind, float]) -> list[Row]:
+    return spent(USUAL, {**USUAL, **seconds}, USUAL)
+
+
 def kind_of(*windows: Iterable[Row], peers: Iterable[int] = range(3)) -> Kind:
     excess = Excess()
     for one in windows:
@@ -89,337 +98,311 @@ def kind_of(*windows: Iterable[Row], peers: Iterable[int] = range(3)) -> Kind:
     return excess.kind(1, list(peers))
 
 
-USUAL = {Kind.COMPUTE: 4.0, Kind.DATA: 1.0}
+COMPUTE, DATA, OTHER = Kind.COMPUTE, Kind.DATA, Kind.OTHER
+USUAL = {COMPUTE: 4.0, DATA: 1.0}
+LOADS, COMPUTES = of_rank_1({DATA: 3.0}), of_rank_1({COMPUTE: 5.0})
 
 
-def test_most_of_the_excess_is_more_than_half_of_it() -> None:
-    data = spent(USUAL, {Kind.COMPUTE: 4.9, Kind.DATA: 2.0}, USUAL)
-    assert kind_of(data) is Kind.DATA
-    half = spent(USUAL, {Kind.COMPUTE: 5.0, Kind.DATA: 2.0}, USUAL)
-    assert kind_of(half) is Kind.OTHER
-    less = spent(USUAL, {Kind.COMPUTE: 0.0, Kind.DATA: 1.5}, USUAL)
-    assert kind_of(less) is Kind.DATA, "where it is faster does not count"
-    new = spent(USUAL, {**USUAL, Kind.COMMUNICATION: 0.1}, USUAL)
-    assert kind_of(new) is Kind.COMMUNICATION
+@pytest.mark.parametrize(
+    ("windows", "kind"),
+    [
+        ([of_rank_1({COMPUTE: 4.9, DATA: 2.0})], DATA),
+        ([of_rank_1({COMPUTE: 5.0, DATA: 2.0})], OTHER),
+        ([of_rank_1({COMPUTE: 0.0, DATA: 1.5})], DATA),  # where it is faster does not count
+        ([of_rank_1({Kind.COMMUNICATION: 0.1})], Kind.COMMUNICATION),
+        ([of_rank_1({})], OTHER),
+        ([[*of_rank_1({}), row(1, 9.0, "x", waiting=9.0, kind=Kind.COMMUNICATION)]], OTHER),
+        ([spent(USUAL, {**USUAL, DATA: 2.0}, USUAL, waiting=5.0)], DATA),
+        ([LOADS[:2]], OTHER),
+        ([spent(USUAL)], OTHER),
+        ([], OTHER),
+        ([LOADS, LOADS, COMPUTES, COMPUTES], DATA),  # the latest four windows count together
+        ([LOADS, COMPUTES, COMPUTES, COMPUTES], COMPUTE),
+        ([LOADS, LOADS, COMPUTES, COMPUTES, COMPUTES], COMPUTE),
+        ([LOADS, LOADS, LOADS, COMPUTES, COMPUTES, COMPUTES], COMPUTE),
+    ],
+)
+def test_most_of_the_excess_is_more_than_half_of_it(windows: list[list[Row]], kind: Kind) -> None:
+    assert kind_of(*windows) is kind
 
 
-def test_waiting_is_no_excess() -> None:
-    waits = [*spent(USUAL, USUAL, USUAL), row(1, 9.0, "x", waiting=9.0, kind=Kind.COMMUNICATION)]
-    assert kind_of(waits) is Kind.OTHER
-    assert kind_of(spent(USUAL, {**USUAL, Kind.DATA: 2.0}, USUAL, waiting=5.0)) is Kind.DATA
+@pytest.mark.parametrize(("peers", "kind"), [([1], OTHER), ([1, 7], OTHER), ([0, 1], DATA)])
+def test_a_rank_without_peers_is_late_with_nothing(peers: list[int], kind: Kind) -> None:
+    assert kind_of(LOADS, peers=peers) is kind
 
 
-def test_a_rank_that_is_as_fast_as_its_peers_or_has_none_is_late_with_nothing() -> None:
-    late = spent(USUAL, {**USUAL, Kind.DATA: 9.0}, USUAL)
-    assert kind_of(spent(USUAL, USUAL, USUAL)) is Kind.OTHER
-    assert kind_of(late, peers=[1]) is Kind.OTHER
-    assert kind_of(late, peers=[1, 7]) is Kind.OTHER
-    assert kind_of(late, peers=[0, 1]) is Kind.DATA
-    assert kind_of(late[:2]) is Kind.OTHER
-    assert kind_of(spent(USUAL)) is Kind.OTHER, "nothing of it is known"
+def test_noise_does_not_hide_what_a_rank_is_late_with(seed: int) -> None:
+    draws, usual = Random(seed), {COMPUTE: 0.4, DATA: 0.1, Kind.COMMUNICATION: 0.1}
+    windows = [
+        spent(
+            *(
+                {
+                    kind: one * draws.uniform(0.95, 1.05) + 0.1 * (rank == 1 and kind is DATA)
+                    for kind, one in usual.items()
+                }
+                for rank in range(4)
+            )
+        )
+        for _ in range(4)
+    ]
+    assert kind_of(*windows, peers=range(4)) is DATA
 
 
-def test_the_latest_four_windows_count_together() -> None:
-    loads = spent(USUAL, {Kind.COMPUTE: 4.0, Kind.DATA: 3.0}, USUAL)
-    computes = spent(USUAL, {Kind.COMPUTE: 5.0, Kind.DATA: 1.0}, USUAL)
-    assert kind_of(loads, loads, computes, computes) is Kind.DATA
-    assert kind_of(loads, computes, computes, computes) is Kind.COMPUTE
-    assert kind_of(loads, loads, computes, computes, computes) is Kind.COMPUTE
-    assert kind_of(loads, loads, loads, computes, computes, computes) is Kind.COMPUTE
-
-
-# What follows
-
-
-def window(rank: int, end: int, each: float, sections: Iterable[str]) -> RankWindow:
-    times = (SectionTimes(one, Kind.COMPUTE, 4, each, each, each, each * 4, 0.0) for one in sections)
-    return RankWindow(rank, end, tuple(times))
-
-
-def watching(action: str = "log", signs: Mapping[str, str] | None = None, window: int = 4) -> StragglerWatch:
-    told = signs or {}
-    watch = StragglerWatch(
-        StragglerOptions(action=action, window=window),
-        lambda node, wall: [told[node]] if node in told else [],
-    )
-    watch.begin(1, NODES)
-    return watch
-
-
-def shown(
-    watch: StragglerWatch,
-    ends: Iterable[int],
-    slow: Mapping[int, float],
-    sections: Iterable[str] = ("step",),
-    generation: int = 1,
-) -> list[Noticed | RankTimes]:
-    """Show windows in which some ranks take longer; a window takes a second."""
-    found: list[Noticed | RankTimes] = []
-    for end in ends:
-        windows = [window(rank, end, 0.1 * slow.get(rank, 1.0), sections) for rank in range(8)]
-        found += watch.take(TimingReport(generation, tuple(windows)), float(end))
-    return found
+# Records
 
 
 def test_times_are_told_every_ten_seconds_and_with_each_verdict() -> None:
     watch = watching()
-    assert [one.step for one in shown(watch, range(1, 41), {}) if isinstance(one, RankTimes)] == [
-        *(4 * end for end in (1, 11, 21, 31))
-    ]
+    found = shown(watch, range(1, 41), {})
+    assert [one.step for one in found] == [4 * end for end in (1, 11, 21, 31)]
     found = shown(watch, range(41, 60), {5: 2.0})
-    noticed = next(one for one in found if isinstance(one, Noticed))
-    assert noticed.step in [one.step for one in found if isinstance(one, RankTimes)]
-    assert noticed.verdict.state is State.ON
+    records = [one for one in found if isinstance(one, RankTimes)]
+    (noticed,) = [one for one in found if not isinstance(one, RankTimes)]
+    verdict = noticed.verdict
+    assert (verdict.rank, verdict.node, verdict.kind, verdict.state) == (5, "b", COMPUTE, State.ON)
+    assert noticed.step in [one.step for one in records]
+    assert (records[-1].ratios[5], records[-1].typical) == (pytest.approx(2.0), pytest.approx(0.1))
 
 
-@pytest.mark.parametrize(("speed", "slowdown"), [(500, 2.0), (1, 1000.0), (0, 1000.0)])
-def test_what_an_earlier_leader_found_is_withdrawn_with_what_it_said(speed: int, slowdown: float) -> None:
-    watch = watching("rebalance")
-    watch.resume(((5, speed),), 0.0)
-    verdicts = [one.verdict for one in shown(watch, range(1, 12), {}) if isinstance(one, Noticed)]
-    assert sorted(one.section for one in verdicts) == sorted((MICRO_STEP, LAST_MICRO_STEP))
-    for one in verdicts:
-        assert (one.rank, one.node, one.kind, one.state) == (5, "b", Kind.COMPUTE, State.OFF)
-        assert (one.slowdown, one.job_slowdown, one.windows) == (slowdown, 1.0, 0)
-        assert math.isnan(one.share_of_steps)
-        assert math.isnan(one.confidence)
+def test_windows_without_times_are_told_as_unknown_and_have_no_record() -> None:
+    found = shown(watching(), [1], {}, ())
+    assert [one.state for one in verdicts(found)] == [State.UNKNOWN] * 8
+    assert len(found) == 8
 
 
-def test_the_slowest_rank_with_another_sign_is_replaced() -> None:
-    slow = {1: 2.0, 5: 3.0}
-    for signs, node in (({"a": "hang", "b": "crash"}, "b"), ({"a": "hang"}, "a"), ({}, "")):
-        watch = watching("replace", signs)
-        shown(watch, range(1, 21), {})
-        shown(watch, range(21, 60), slow)
-        wanted = watch.wanted(0.0)
-        assert (wanted.node if wanted else "") == node
-        if isinstance(wanted, Wanted):
-            assert wanted.reason.endswith(f"; second sign: {signs[node]}")
-    stop = watching("stop")
-    shown(stop, range(1, 21), {})
-    shown(stop, range(21, 60), slow)
-    stopped = stop.wanted(0.0)
-    assert stopped is not None
-    assert stopped.node == "b"
-    assert stopped.reason.startswith("rank 5 on b takes 3.00 times as long")
+def test_a_node_is_believed_about_its_own_ranks_only() -> None:
+    watch = watching()
+    report = TimingReport(1, tuple(window(rank, 1) for rank in (*range(8), 99)))
+    assert watch.take(report, 1.0, "a") == []
+    assert [one.step for one in watch.take(report, 1.0, "b")] == [4]
+    own = {node: TimingReport(1, tuple(window(rank, 11) for rank in NODES[node])) for node in NODES}
+    assert watch.take(own["a"], 11.0, "a") == []
+    assert [one.step for one in watch.take(own["b"], 11.0, "b")] == [44]
 
 
-def test_a_slow_rank_without_another_sign_asks_for_the_product_and_is_replaced_by_it() -> None:
-    watch = watching("replace")
-    assert watch.asks_benchmark(0.0, 0.0) == ""
-    shown(watch, range(1, 21), {})
-    shown(watch, range(21, 60), {5: 2.0})
-    assert watch.asks_benchmark(100.0, 0.0) == (
-        "rank 5 on b is slow, and no second sign says that its node is sick: every rank computes the same"
-        " product after a step"
-    )
-    assert watch.asks_benchmark(101.0, 0.0) == ""
-    assert watch.wanted(0.0) is None
-    shown(watch, [60], {5: 2.0}, ("step", BENCHMARK))
-    wanted = watch.wanted(0.0)
-    assert wanted is not None
-    assert wanted.reason.endswith(
-        "second sign: it takes 2.00 times as long as 4 ranks of other nodes for the same product"
-    )
-    assert watch.asks_benchmark(1000.0, 0.0) == "", "there is a second sign"
+@pytest.mark.parametrize("generation", [1, 0])
+def test_before_a_generation_begins_nothing_is_taken(generation: int) -> None:
+    watch = StragglerWatch(StragglerOptions(action="stop"), lambda *_: ())
+    assert shown(watch, range(1, 41), {5: 2.0}, generation=generation) == []
+    assert (watch.wanted(0.0), watch.slow) == (None, ())
 
 
-def test_the_product_is_no_part_of_a_step() -> None:
+def test_a_new_generation_forgets_the_ranks_and_the_time_of_the_one_before() -> None:
     watch = watching("stop")
-    for end in range(1, 60):
-        windows = []
-        for rank in range(8):
-            (step,) = window(rank, end, 0.1, ("step",)).sections
-            (product,) = window(rank, end, 0.9 if rank == 5 else 0.1, (BENCHMARK,)).sections
-            windows.append(RankWindow(rank, end, (step, product)))
-        for one in watch.take(TimingReport(1, tuple(windows)), float(end)):
-            assert one == RankTimes(4 * end, pytest.approx(0.1), dict.fromkeys(range(8), 1.0))
+    slowed(watch, {5: 2.0})
+    watch.begin(2, {"a": range(8)})
     assert watch.wanted(0.0) is None
+    assert shown(watch, [61], {5: 2.0}) == [], "of generation 1"
+    assert [one.step for one in shown(watch, range(62, 82), {}, generation=2)] == [4 * 62, 4 * 72]
 
 
-@pytest.mark.parametrize("action", ["log", "stop", "rebalance"])
-def test_only_a_replacement_asks_for_the_product(action: str) -> None:
-    watch = watching(action)
-    shown(watch, range(1, 21), {})
-    shown(watch, range(21, 60), {5: 2.0})
-    assert watch.asks_benchmark(100.0, 0.0) == ""
-    watch = watching(action, {"b": "crash"})
-    shown(watch, range(1, 21), {})
-    shown(watch, range(21, 60), {5: 2.0})
-    assert (watch.wanted(0.0) is None) is (action != "stop")
+# Who is slow, and who is no longer
 
 
-def test_a_rank_with_a_sign_of_its_own_asks_for_no_product() -> None:
-    watch = watching("replace", {"b": "crash"})
-    shown(watch, range(1, 21), {})
-    shown(watch, range(21, 60), {5: 2.0})
-    assert watch.asks_benchmark(100.0, 0.0) == ""
+def test_a_job_that_goes_back_to_an_earlier_step_is_still_watched() -> None:
+    watch = watching("stop")
+    slowed(watch, {5: 2.0})
+    assert watch.wanted(0.0) is not None
+    for end in range(3, 43):
+        shown(watch, [end], {})
+    assert watch.wanted(0.0) is None, "healthy since"
+    assert verdicts(shown(watch, range(2, 42), {5: 2.0}))
+
+
+def test_old_windows_of_a_part_of_the_ranks_are_not_judged_again() -> None:
+    watch = watching()
+    shown(watch, range(1, 41), {})
+    late = [window(rank, end, 0.2 if rank == 5 else 0.1) for end in range(3, 36) for rank in range(7)]
+    assert not verdicts(watch.take(TimingReport(1, tuple(late)), 41.0))
+
+
+def test_a_rank_without_times_is_not_acted_upon() -> None:
+    watch = watching("stop")
+    slowed(watch, {5: 2.0})
+    for end in range(60, 60 + 4 * MOST_WAITING):
+        some = tuple(window(rank, end, 0.1) for rank in range(8) if rank != 5)
+        watch.take(TimingReport(1, some), float(end))
+    assert watch.wanted(0.0) is None
 
 
 def test_a_slow_rank_whose_times_are_missing_asks_for_nothing_until_they_are_known_again() -> None:
-    watch = watching("stop")
-    shown(watch, range(1, 21), {})
-    shown(watch, range(21, 60), {1: 2.0, 5: 3.0})
+    watch, slow = watching("stop"), {1: 2.0, 5: 3.0}
+    slowed(watch, slow)
     silent = [window(rank, 60, 0.2 if rank == 1 else 0.1, ("step",) * (rank != 5)) for rank in range(8)]
     told = watch.take(TimingReport(1, tuple(silent)), 60.0)
-    assert [one.verdict.state for one in told if isinstance(one, Noticed)] == [State.UNKNOWN]
+    assert [one.state for one in verdicts(told)] == [State.UNKNOWN]
     nodes = [watch.wanted(0.0)]
-    shown(watch, [61], {1: 2.0, 5: 3.0})
+    shown(watch, [61], slow)
     nodes.append(watch.wanted(0.0))
     assert [one and one.node for one in nodes] == ["a", "b"]
 
 
+def both(end: int, forward: float, backward: float | None) -> TimingReport:
+    """Return a window in which rank 5 takes so long in two sections; None: it does not enter one."""
+    windows = []
+    for rank in range(8):
+        slow = rank == 5
+        own = (times("forward", forward if slow else 0.1),)
+        if not slow or backward is not None:
+            own += (times("backward", backward if slow and backward else 0.1),)
+        windows.append(RankWindow(rank, end, own))
+    return TimingReport(1, tuple(windows))
+
+
 def test_a_rank_that_is_fast_again_in_one_section_is_still_slow_in_the_other() -> None:
-    watch = watching("stop")
-    names = ("forward", "backward")
-    shown(watch, range(1, 21), {}, names)
-    shown(watch, range(21, 50), {5: 2.0}, names)
-    wanted = []
-    for end in range(50, 80):
-        windows = []
-        for rank in range(8):
-            (fast,) = window(rank, end, 0.1, ("forward",)).sections
-            (slow,) = window(rank, end, 0.2 if rank == 5 and end < 65 else 0.1, ("backward",)).sections
-            windows.append(RankWindow(rank, end, (fast, slow)))
-        watch.take(TimingReport(1, tuple(windows)), float(end))
+    watch, wanted = watching("stop"), []
+    slowed(watch, {5: 2.0}, ("forward", "backward"))
+    for end in range(60, 90):
+        watch.take(both(end, 0.1, 0.2 if end < 75 else 0.1), float(end))
         wanted.append(watch.wanted(0.0))
-    assert [one is not None and "'backward'" in one.reason for one in (wanted[14], wanted[-1])] == [
-        True,
-        False,
-    ]
+    assert wanted[14] is not None
+    assert "'backward'" in wanted[14].reason
     assert wanted[-1] is None
 
 
 def test_a_rank_whose_times_of_one_section_are_missing_is_still_slow_in_the_other() -> None:
     watch = watching("stop")
-    shown(watch, range(1, 21), {}, ("backward", "forward"))
-    shown(watch, range(21, 50), {5: 2.0}, ("backward", "forward"))
-    windows = [window(rank, 50, 0.2 if rank == 5 else 0.1, ("backward", "forward")) for rank in range(8)]
-    windows[5] = replace(windows[5], sections=windows[5].sections[1:])
-    told = watch.take(TimingReport(1, tuple(windows)), 50.0)
-    assert [(one.verdict.section, one.verdict.state) for one in told if isinstance(one, Noticed)] == [
-        ("backward", State.UNKNOWN)
-    ]
+    slowed(watch, {5: 2.0}, ("backward", "forward"))
+    told = watch.take(both(60, 0.2, None), 60.0)
+    assert [(one.section, one.state) for one in verdicts(told)] == [("backward", State.UNKNOWN)]
     wanted = watch.wanted(0.0)
     assert wanted is not None
     assert "'forward'" in wanted.reason
 
 
-def test_windows_without_times_are_told_as_unknown_and_have_no_record() -> None:
-    found = shown(watching(), [1], {}, ())
-    assert [one.verdict.state for one in found if isinstance(one, Noticed)] == [State.UNKNOWN] * 8
-    assert len(found) == 8
+def late(watch: StragglerWatch, kind: Kind, loads: range = range(0)) -> list[Any]:
+    """Show windows in which rank 5 does something else, and its peers wait for it; some ranks always load."""
+    told = []
+    for end in range(1, 60):
+        windows = []
+        for rank in range(8):
+            slow = rank == 5 and end > 20
+            step = times("step", 0.1, waiting=0.0 if slow or rank in loads or end < 21 else 0.2)
+            own = times("load", 0.05, DATA) if rank in loads else times(f"own {kind.value}", 0.05, kind)
+            windows.append(RankWindow(rank, end, (step, own) if slow or rank in loads else (step,)))
+        told += watch.take(TimingReport(1, tuple(windows)), float(end))
+    return [one for one in verdicts(told) if one.state is State.ON and not one.section]
 
 
-def test_old_windows_of_a_part_of_the_ranks_are_not_judged_again() -> None:
-    """All ranks together go back to an earlier step; some alone send what is late."""
-    watch = watching()
-    shown(watch, range(1, 41), {})
-    late = [
-        window(rank, end, 0.2 if rank == 5 else 0.1, ("step",)) for end in range(3, 36) for rank in range(7)
-    ]
-    told = watch.take(TimingReport(1, tuple(late)), 41.0)
-    assert not any(isinstance(one, Noticed) for one in told)
-
-
-def test_a_node_is_believed_about_its_own_ranks_only() -> None:
-    watch = watching()
-    report = TimingReport(1, tuple(window(rank, 1, 0.1, ("step",)) for rank in (*range(8), 99)))
-    assert watch.take(report, 1.0, "a") == []
-    assert [one.step for one in watch.take(report, 1.0, "b")] == [4]
-    own = {
-        node: TimingReport(1, tuple(window(rank, 11, 0.1, ("step",)) for rank in NODES[node]))
-        for node in NODES
-    }
-    assert watch.take(own["a"], 11.0, "a") == []
-    assert [one.step for one in watch.take(own["b"], 11.0, "b")] == [44]
-
-
-def late(end: int, kind: Kind, action: str, watch: StragglerWatch) -> list[str]:
-    """Show a window in which rank 5 does something that no other rank does, and the others wait for it."""
-    windows = []
-    for rank in range(8):
-        waits = 0.0 if rank == 5 or end < 21 else 0.2
-        step = SectionTimes("step", Kind.COMPUTE, 4, 0.1, 0.1, 0.1, 0.4 + waits, waits)
-        own = SectionTimes(f"{kind.value}-{action}", kind, 4, 0.05, 0.05, 0.05, 0.2, 0.0)
-        windows.append(RankWindow(rank, end, (step, own) if rank == 5 and end > 20 else (step,)))
-    found = watch.take(TimingReport(1, tuple(windows)), float(end))
-    return [
-        f"{one.verdict.kind.value}: {one.verdict.reason}"
-        for one in found
-        if isinstance(one, Noticed) and one.verdict.state is State.ON and not one.verdict.section
-    ]
-
-
-@pytest.mark.parametrize("kind", [Kind.DATA, Kind.COMMUNICATION, Kind.OTHER])
+@pytest.mark.parametrize("kind", [DATA, Kind.COMMUNICATION, OTHER])
 @pytest.mark.parametrize("action", ["log", "rebalance"])
 def test_what_a_rank_is_late_with_is_told_where_no_section_explains_it(kind: Kind, action: str) -> None:
-    watch = watching(action)
-    (told,) = [one for end in range(1, 60) for one in late(end, kind, action, watch)]
-    assert told.startswith(f"{kind.value}: rank 5 on b keeps its 7 peers waiting in ")
-    assert told.endswith(
-        "no section explains it"
-        + "; micro-batches stay as they are, since the script does not measure them with outlast.Batches"
-        * (action == "rebalance")
-        + f"; most of it is {kind.value}" * (kind is not Kind.OTHER)
-    )
+    (told,) = late(watching(action), kind)
+    assert (told.rank, told.node, told.kind) == (5, "b", kind)
+    assert (kind.value in words(told)) is (kind is not OTHER)
+    assert ("outlast.Batches" in words(told)) is (action == "rebalance")
 
 
 def test_what_a_rank_is_late_with_is_seen_by_the_ranks_with_equal_work() -> None:
     """The first stage loads data for as long as rank 5, of the second one, does."""
     watch = StragglerWatch(StragglerOptions(pipeline_stages=2), lambda *_: ())
     watch.begin(1, NODES)
-    told = []
+    assert [(one.rank, one.kind) for one in late(watch, DATA, loads=range(4))] == [(5, DATA)]
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("action", "signs", "node"),
+    [
+        ("replace", {"a": "hang", "b": "crash"}, "b"),
+        ("replace", {"a": "hang"}, "a"),
+        ("replace", {}, ""),
+        ("stop", {}, "b"),
+        ("stop", {"b": "crash"}, "b"),
+        ("log", {"b": "crash"}, ""),
+        ("rebalance", {"b": "crash"}, ""),
+    ],
+)
+def test_the_slowest_rank_is_replaced_with_a_second_sign_or_ends_the_job(
+    action: str, signs: dict[str, str], node: str
+) -> None:
+    watch = watching(action, signs)
+    slowed(watch, {1: 2.0, 5: 3.0})
+    wanted = watch.wanted(0.0)
+    assert (wanted.node if wanted else "") == node
+    if wanted:
+        assert re.search("1 .*a .*2.00" if node == "a" else "5 .*b .*3.00", wanted.reason)
+        assert wanted.reason.endswith(signs.get(node, "")) or action == "stop"
+    asked = watch.asks_benchmark(100.0, 0.0)
+    assert bool(asked) is (action == "replace" and signs.keys() != {"a", "b"})
+
+
+def test_a_slow_rank_without_another_sign_asks_for_the_product_and_is_replaced_by_it() -> None:
+    watch = watching("replace")
+    assert watch.asks_benchmark(0.0, 0.0) == ""
+    slowed(watch, {5: 2.0})
+    assert re.search(r"\b5 .*\bb\b", watch.asks_benchmark(100.0, 0.0))
+    assert watch.asks_benchmark(101.0, 0.0) == ""
+    assert watch.wanted(0.0) is None
+    shown(watch, [60], {5: 2.0}, ("step", BENCHMARK))
+    wanted = watch.wanted(0.0)
+    assert wanted is not None
+    assert re.search(r"; .*2\.00 .*\b4 ", wanted.reason)
+    assert watch.asks_benchmark(1000.0, 0.0) == "", "there is a second sign"
+
+
+def test_the_product_is_no_part_of_a_step() -> None:
+    watch = watching("stop")
     for end in range(1, 60):
-        windows = []
-        for rank in range(8):
-            slow = rank == 5 and end > 20
-            waits = 0.0 if slow or rank < 4 or end < 21 else 0.2
-            step = SectionTimes("step", Kind.COMPUTE, 4, 0.1, 0.1, 0.1, 0.4 + waits, waits)
-            own = SectionTimes("load" if rank < 4 else "own", Kind.DATA, 4, 0.05, 0.05, 0.05, 0.2, 0.0)
-            windows.append(RankWindow(rank, end, (step, own) if slow or rank < 4 else (step,)))
-        found = watch.take(TimingReport(1, tuple(windows)), float(end))
-        told += [one.verdict for one in found if isinstance(one, Noticed)]
-    assert [(one.rank, one.kind) for one in told if one.state is State.ON] == [(5, Kind.DATA)]
+        windows = (
+            RankWindow(rank, end, (times("step", 0.1), times(BENCHMARK, 0.9 if rank == 5 else 0.1)))
+            for rank in range(8)
+        )
+        for one in watch.take(TimingReport(1, tuple(windows)), float(end)):
+            assert one == RankTimes(4 * end, pytest.approx(0.1), dict.fromkeys(range(8), 1.0))
+    assert watch.wanted(0.0) is None
 
 
-def test_shares_follow_the_four_ranks_that_cost_most_and_micro_batches_alone() -> None:
-    watch = watching("rebalance")
-    watch.begin(1, {"a": range(16)})
-    micro = (MICRO_STEP, LAST_MICRO_STEP)
+# Shares
+
+
+def test_shares_follow_the_four_ranks_that_cost_most() -> None:
+    watch = watching("rebalance", nodes={"a": range(16)})
     slow = {1: 2.0, 3: 4.0, 5: 2.5, 7: 4.0, 9: 5000.0}
     for end in range(1, 60):
         each = {rank: 0.1 * (slow.get(rank, 1.0) if end > 20 else 1.0) for rank in range(16)}
         windows = []
         for rank, seconds in each.items():
-            waits = 8 * (max(each.values()) - seconds)
-            last = SectionTimes("sync", Kind.COMMUNICATION, 4, 0.1, 0.1, 0.1, 0.1 + waits, waits)
-            windows.append(RankWindow(rank, end, (*window(rank, end, seconds, micro).sections, last)))
+            last = times("sync", 0.025, Kind.COMMUNICATION, 8 * (max(each.values()) - seconds))
+            windows.append(
+                replace(
+                    window(rank, end, seconds, MICRO),
+                    sections=(*window(rank, end, seconds, MICRO).sections, last),
+                )
+            )
         watch.take(TimingReport(1, tuple(windows)), 10.0 * end)
     assert dict(watch.slow) == {3: 250, 5: 400, 7: 250, 9: 1}
-    other = watching("rebalance")
-    shown(other, range(1, 21), {}, (*micro, "forward"))
-    for end in range(21, 60):
+
+
+def test_shares_follow_micro_batches_alone() -> None:
+    watch = watching("rebalance")
+    for end in range(1, 60):
         windows = []
         for rank in range(8):
-            plain = window(rank, end, 0.1, micro).sections
-            forward = window(rank, end, 0.2 if rank == 5 else 0.1, ("forward",)).sections
-            windows.append(RankWindow(rank, end, (*plain, *forward)))
-        other.take(TimingReport(1, tuple(windows)), float(end))
-    assert dict(other.slow) == {}
+            forward = times("forward", 0.2 if rank == 5 and end > 20 else 0.1)
+            windows.append(RankWindow(rank, end, (*window(rank, end, 0.1, MICRO).sections, forward)))
+        watch.take(TimingReport(1, tuple(windows)), float(end))
+    assert dict(watch.slow) == {}
 
 
-def test_before_a_generation_begins_nothing_is_taken() -> None:
-    watch = StragglerWatch(StragglerOptions(action="stop"), lambda *_: ())
-    assert shown(watch, range(1, 41), {5: 2.0}) == []
-    assert shown(watch, range(1, 41), {5: 2.0}, generation=0) == []
-    assert (watch.wanted(0.0), watch.slow) == (None, ())
+@pytest.mark.parametrize(("speed", "slowdown"), [(500, 2.0), (1, 1000.0), (0, 1000.0)])
+def test_what_an_earlier_leader_found_is_withdrawn_as_it_was(speed: int, slowdown: float) -> None:
+    watch = watching("rebalance")
+    watch.resume(((5, speed),), 0.0)
+    found = verdicts(shown(watch, range(1, 12), {}))
+    assert sorted(one.section for one in found) == sorted(MICRO)
+    for one in found:
+        assert (one.rank, one.node, one.kind, one.state) == (5, "b", COMPUTE, State.OFF)
+        assert (one.slowdown, one.job_slowdown, one.windows) == (slowdown, 1.0, 0)
+        assert math.isnan(one.share_of_steps)
+        assert math.isnan(one.confidence)
 
 
 def test_a_new_generation_learns_the_shares_in_force_anew() -> None:
     watch = watching("rebalance")
     watch.resume(((5, 500),), 0.0)
-    assert dict(watch.slow) == {5: 500}
     watch.resume(((1, 500),), 0.0)
     assert dict(watch.slow) == {5: 500}, "once"
     watch.begin(2, NODES)
@@ -428,28 +411,69 @@ def test_a_new_generation_learns_the_shares_in_force_anew() -> None:
     assert dict(watch.slow) == {1: 250}, "rank 9 is gone"
 
 
-def test_a_new_generation_tells_its_times_at_once_and_does_not_know_who_divides() -> None:
+def test_a_script_that_does_not_divide_its_micro_batches_is_told_so() -> None:
     watch = watching("rebalance")
-    shown(watch, range(1, 21), {}, (MICRO_STEP, LAST_MICRO_STEP))
+    divides = verdicts(slowed(watch, {5: 2.0}, MICRO))
+    assert ["outlast.Batches" in words(one) for one in divides] == [False, False], "one for each section"
     watch.begin(2, NODES)
-    found = shown(watch, range(21, 41), {}, generation=2)
-    assert [one.step for one in found] == [4 * end for end in (21, 31)]
-    found = shown(watch, range(41, 60), {5: 2.0}, generation=2)
-    (told,) = [one.verdict for one in found if isinstance(one, Noticed)]
-    assert told.reason.endswith("since the script does not measure them with outlast.Batches")
+    shown(watch, range(61, 81), {}, generation=2)
+    (told,) = verdicts(shown(watch, range(81, 120), {5: 2.0}, generation=2))
+    assert "outlast.Batches" in words(told)
 
 
-def test_a_script_that_divides_its_micro_batches_is_told_no_reason_why_they_stay() -> None:
-    watch, sections = watching("rebalance"), (MICRO_STEP, LAST_MICRO_STEP)
-    shown(watch, range(1, 21), {}, sections)
-    found = shown(watch, range(21, 60), {5: 2.0}, sections)
-    reasons = [one.verdict.reason for one in found if isinstance(one, Noticed)]
-    assert ["outlast.Batches" in one for one in reasons] == [False, False], "one for each section"
+# Peers, and options
 
 
-def test_places_are_blocks_of_a_stage_that_cover_all_ranks() -> None:
-    places = places_of(StragglerOptions(pipeline_stages=2), {"a": range(5)})
-    assert [places[rank].stage for rank in range(5)] == [0, 0, 0, 1, 1]
-    assert places_of(StragglerOptions(pipeline_stages=4), {}) == {}
-    few = places_of(StragglerOptions(pipeline_stages=4), {"a": range(2)})
-    assert [few[rank].stage for rank in range(2)] == [0, 1]
+@pytest.mark.parametrize(
+    ("stages", "ranks", "expected"),
+    [
+        (2, range(8), [0, 0, 0, 0, 1, 1, 1, 1]),
+        (2, range(5), [0, 0, 0, 1, 1]),
+        (4, range(2), [0, 1]),
+        (4, range(0), []),
+    ],
+)
+def test_stages_are_blocks_of_consecutive_ranks(stages: int, ranks: range, expected: list[int]) -> None:
+    places = places_of(StragglerOptions(pipeline_stages=stages), {"a": ranks} if ranks else {})
+    assert [places[rank].stage for rank in ranks] == expected
+
+
+def test_peers_share_the_place_on_each_axis_of_unequal_work() -> None:
+    """In Megatron-LM's order: tensor, context, expert and data, stages."""
+    options = StragglerOptions(pipeline_stages=2, tensor_parallel=2, context_parallel=2, expert_parallel=2)
+    places = places_of(options, {"a": range(8), "b": range(8, 16)})
+    assert [places[rank].coordinates for rank in range(9)] == [
+        *((0, 0), (0, 0), (1, 0), (1, 0)),
+        *((0, 1), (0, 1), (1, 1), (1, 1)),
+        (0, 0),
+    ]
+    assert {places[rank].stage for rank in range(8, 16)} == {1}
+
+
+@pytest.mark.parametrize(("other", "found"), [("H200", ["H100"] * 4 + ["H200"] * 4), ("", [""] * 8)])
+def test_peers_have_the_same_device_where_all_devices_are_known(other: str, found: list[str]) -> None:
+    places = places_of(StragglerOptions(), NODES, {"a": "H100", "b": other})
+    assert [places[rank].device for rank in range(8)] == found
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, ""),
+        ({"action": "evict"}, "action: .*evict.*log, rebalance, replace, stop"),
+        ({"window": 0}, "window: 0"),
+        ({"pipeline_stages": -1}, "pipeline_stages: -1"),
+        ({"enabled": False, "action": "stop"}, "action: .*enabled"),
+        ({"tensor_parallel": 2}, "tensor_parallel: .*context_parallel.*expert_parallel"),
+        *(
+            ({"tensor_parallel": tensor, "context_parallel": context, "expert_parallel": expert}, "")
+            for tensor in (1, 2)
+            for context, expert in ((2, 1), (1, 2), (2, 2), (2, 3))
+        ),
+    ],
+)
+def test_an_option_that_cannot_take_effect_is_named(options: dict[str, Any], problem: str) -> None:
+    found = StragglerOptions(**options).problems()
+    assert len(found) == bool(problem)
+    assert not problem or re.match(problem, found[0])
+    assert StragglerOptions() == StragglerOptions(True, "log", 4, 1, 1, 1, 1)
