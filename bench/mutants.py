@@ -8,9 +8,8 @@ changed statement run: quick ones that found the last mutants of the module firs
 property tests last, with the same draws each time. Tests that do not fit into the budget of seconds are left
 out. A change of what is made at the import, such as a constant, may be noticed by whoever imports the module.
 
-A mutant that passes has survived: a test is missing, or the change has no effect. "Not reached" says that no
-test runs the changed statement. bench/mutants_explained.txt explains changes without effect, one line each:
-module, name of the mutant and reason, separated by " | ". An explanation without a survivor is an error, too.
+A mutant that passes has survived: a test is missing, or the change has no effect that a user could notice.
+"Not reached" says that no test runs the changed statement. Survivors are listed, and no error.
 
     python bench/mutants.py                                        all policies
     python bench/mutants.py recovery hang.policy.timeouts          a capability, a module
@@ -51,7 +50,6 @@ settings.register_profile(
     report_multiple_bugs=False,
 )
 settings.load_profile("mutants")
-EXPLAINED = ROOT / "bench" / "mutants_explained.txt"
 SOURCE = ROOT / "src" / "outlast"
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts)
@@ -215,22 +213,12 @@ def path_of(module: str) -> Path:
     return SOURCE / f"{module.replace('.', '/')}.py"
 
 
-def explained() -> dict[tuple[str, str], str]:
-    """Return the explanations of mutants without effect, by module and name."""
-    found: dict[tuple[str, str], str] = {}
-    for line in EXPLAINED.read_text().splitlines() if EXPLAINED.exists() else ():
-        if line.strip() and not line.startswith("#"):
-            module, name, reason = line.split(" | ")
-            found[module, name] = reason
-    return found
-
-
 def _asked(module: str, words: list[str]) -> bool:
     return not words or any(module == word or module.startswith(f"{word}.") for word in words)
 
 
 def main() -> int:
-    """Run the chosen mutants; return 1 if one survived without an explanation."""
+    """Run the chosen mutants; return 1 if the tests of one cannot be run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -251,7 +239,7 @@ def main() -> int:
                 if given.only in mutant.name:
                     print(f"{module} | {mutant.name} | line {mutant.line}")
         return 0
-    print(f"{'module':<36} {'mutants':>7} {'killed':>7} {'explained':>9} {'survived':>8} {'seconds':>8}")
+    print(f"{'module':<36} {'mutants':>7} {'killed':>7} {'survived':>8} {'seconds':>8}")
     bad = 0
     for capability in dict.fromkeys(module.split(".")[0] for module in asked):
         sys.stdout.flush()
@@ -263,15 +251,12 @@ def main() -> int:
 
 
 def _run(capability: str, modules: list[str], given: argparse.Namespace) -> int:
-    """Run the mutants of some modules of a capability; return 1 if one survived without an explanation."""
+    """Run the mutants of some modules of a capability; return 1 if its tests cannot be run."""
     try:
         judge = Judge(capability, given.budget)
-        reasons = explained()
-        bad = 0
         for module in modules:
-            mine = {name: why for (where, name), why in reasons.items() if where == module}
-            bad += _account(module, list(judge.outcomes(module, given.jobs, given.only)), mine, given)
-        return 1 if bad else 0
+            _account(module, list(judge.outcomes(module, given.jobs, given.only)), given)
+        return 0
     except SystemExit as error:
         print(error, file=sys.stderr)
         return 1
@@ -279,27 +264,18 @@ def _run(capability: str, modules: list[str], given: argparse.Namespace) -> int:
         sys.stdout.flush()
 
 
-def _account(module: str, outcomes: list[Outcome], reasons: dict[str, str], given: argparse.Namespace) -> int:
-    """Print the results of a module's mutants; return how many lack an explanation, or have a stale one."""
-    survivors = {one.mutant.name: one for one in outcomes if one.lives}
-    open_ones = [one for name, one in survivors.items() if name not in reasons]
-    stale = [name for name in reasons if name not in survivors and given.only in name]
+def _account(module: str, outcomes: list[Outcome], given: argparse.Namespace) -> None:
+    """Print the results of a module's mutants."""
+    survivors = sorted((one for one in outcomes if one.lives), key=lambda one: one.mutant.line)
     killed, seconds = len(outcomes) - len(survivors), sum(one.seconds for one in outcomes)
-    fine = len(survivors) - len(open_ones)
-    print(
-        f"{module:<36} {len(outcomes):>7} {killed:>7} {fine:>9} {len(open_ones):>8} {seconds:>8.1f}",
-        flush=True,
-    )
-    for one in sorted(open_ones, key=lambda one: one.mutant.line):
+    print(f"{module:<36} {len(outcomes):>7} {killed:>7} {len(survivors):>8} {seconds:>8.1f}", flush=True)
+    for one in survivors:
         print(f"  {one.word}: {path_of(module).name}:{one.mutant.line} {module} | {one.mutant.name}")
-    for name in stale:
-        print(f"  stale explanation, no such survivor: {module} | {name}")
     if given.out:
         with open(given.out, "a") as file:
             for one in outcomes:
                 words = {"module": module, "mutant": one.mutant.name, "outcome": one.word, "by": one.by}
                 file.write(json.dumps({**words, "seconds": round(one.seconds, 3)}) + "\n")
-    return len(open_ones) + len(stale)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,6 @@ class _Site:
     undo: Callable[[], None]
 
 
-def names(source: str) -> list[str]:
-    """Return the names of all mutants of a module, in the order of the file."""
-    return [one.name for one in mutants(source)]
-
-
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield every mutant of a module, in the order of the file."""
     tree = ast.parse(source)
