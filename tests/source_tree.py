@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,12 +14,24 @@ CODE_FOLDERS = ("src", "tests", "bench", "examples")
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file; ``name`` is dotted below src/, else empty."""
+    """A file, parsed when its tree is asked for; ``name`` is dotted below src/, else empty."""
 
     path: str
     name: str
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[tuple[ast.AST, str]]:
+        """Every module that an import names, ``from a import b`` as ``a.b``."""
+        return [found for node in self.nodes for found in _named(node)]
 
     @property
     def unit(self) -> str:
@@ -30,21 +43,30 @@ class Source:
 
 
 def sources(root: Path, *folders: str) -> Iterator[Source]:
+    """Yield the files of some folders; the project's own are read and parsed once."""
     for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            relative = path.relative_to(root)
-            name = ".".join(relative.with_suffix("").parts[1:]) if folder == "src" else ""
-            text = path.read_text(encoding="utf-8")
-            yield Source(str(relative), name.removesuffix(".__init__"), text, ast.parse(text, str(relative)))
+        yield from _own(folder) if root == ROOT else _read(root, folder)
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield every module that a tree names in an import, ``from a import b`` as ``a.b``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names)
+@cache
+def _own(folder: str) -> tuple[Source, ...]:
+    return _read(ROOT, folder)
+
+
+def _read(root: Path, folder: str) -> tuple[Source, ...]:
+    found = []
+    for path in sorted((root / folder).rglob("*.py")):
+        relative = path.relative_to(root)
+        name = ".".join(relative.with_suffix("").parts[1:]) if folder == "src" else ""
+        found.append(Source(str(relative), name.removesuffix(".__init__"), path.read_text(encoding="utf-8")))
+    return tuple(found)
+
+
+def _named(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    if isinstance(node, ast.Import):
+        yield from ((node, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((node, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names)
 
 
 def dotted(node: ast.AST) -> str:

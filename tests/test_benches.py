@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.source_tree import ROOT
+from tests.support import warm
+
 SCRIPTS = sorted(one.name for one in (ROOT / "bench").glob("*.py") if "argparse" in one.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_benchmark_starts_outside_of_the_repository(script: str, tmp_path: Path) -> None:
-    line = [sys.executable, str(ROOT / "bench" / script), "--help"]
-    told = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith("usage:")
+def test_a_benchmark_starts_outside_of_the_repository(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = warm.run([ROOT / "bench" / script, "--help"], 100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage:")

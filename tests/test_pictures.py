@@ -33,12 +33,8 @@ def test_a_picture_is_whole_small_and_shown(name: str) -> None:
     assert len(text.encode()) < MOST_BYTES
     assert re.findall(r"url\(\W*http[^)]*|href=\S*", text) == []
     assert make_pictures.COMMANDS[name] in words(picture)
-    shown = [
-        page
-        for page in (ROOT / "README.md", ROOT / "docs/tutorial/first-fault.md")
-        if name in page.read_text()
-    ]
-    assert shown
+    pages = (ROOT / "README.md", ROOT / "docs/tutorial/first-fault.md")
+    assert any(name in page.read_text() for page in pages)
 
 
 def test_the_picture_of_the_page_is_small_and_shown() -> None:
@@ -53,10 +49,6 @@ def test_a_picture_of_a_page_is_made_of_the_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<body style='background: red'>")
     assert make_pictures.photo(page)[8:12] == b"WEBP"
-
-
-def test_the_picture_of_the_demo_shows_that_the_runs_are_equal() -> None:
-    assert "equal bit for bit" in words(make_pictures.PICTURES / "demo.svg")
 
 
 def test_a_picture_is_made_of_a_real_command(tmp_path: Path) -> None:
