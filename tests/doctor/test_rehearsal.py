@@ -22,7 +22,7 @@ from outlast.ipc.processes import is_alive
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from tests.support.launching import until
 
-WITHIN = 85.0  # seconds; pytest ends a test after 120
+WITHIN = 240.0  # seconds
 SESSION = """\
 import sys, time
 from pathlib import Path
@@ -53,19 +53,16 @@ def rehearse(folder: Path, text: str, *arguments: str) -> dict[str, policy.Diagn
     assert found[-1].ok, found[-1]
     if found[0].ok:
         assert measured.start > 0
-    words = ("were left for it", "no time was left", "no two checkpoints came", "to be seen")
-    late = [one.found for one in found if any(word in one.found for word in words)]
-    if late:
-        pytest.skip(f"this machine is too busy to rehearse in {WITHIN:.0f} s: {late[0]}")
     return {one.check: one for one in found}
 
 
+@pytest.mark.long
 def test_every_path_of_a_script_with_a_session_goes_on(tmp_path: Path) -> None:
     found = rehearse(tmp_path, SESSION.format(first=""))
     assert {name: one.found for name, one in found.items() if not one.ok} == {}
-    assert "was stopped" in found["hang"].found
 
 
+@pytest.mark.long
 def test_a_script_that_cannot_start_a_second_time_is_found(tmp_path: Path) -> None:
     first = "Path(sys.argv[1], f\"was-here-{os.environ['RANK']}\").mkdir()  # a folder that must not exist"
     text = SESSION.format(first=first).replace("import sys", "import os, sys")
@@ -73,55 +70,56 @@ def test_a_script_that_cannot_start_a_second_time_is_found(tmp_path: Path) -> No
     broken = [name for name, one in found.items() if one.fails]
     assert broken == ["damaged-copy"]  # the first path on which the script starts again
     assert not found["crash"].ok
-    assert "the path before it did not go on" in found["crash"].found
 
 
-def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
-    found = rehearse(tmp_path, "raise SystemExit('no data at /data')\n")
-    assert found["start"].fails
-    assert not found["crash"].ok
+FINISHES = SESSION.format(first="").replace("1_000_000", "12")
 
 
-@pytest.mark.parametrize("text", ["print('done')\n", SESSION.format(first="").replace("1_000_000", "12")])
-def test_a_script_that_finishes_meanwhile_has_not_failed(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "failing"),
+    [
+        ("raise SystemExit('no data at /data')\n", ["start"]),
+        pytest.param("print('done')\n", [], marks=pytest.mark.long),
+        pytest.param(FINISHES, [], marks=pytest.mark.long),
+    ],
+    ids=["fails", "no session", "finishes"],
+)
+def test_a_script_that_fails_does_and_one_that_finishes_meanwhile_has_not(
+    tmp_path: Path, text: str, failing: list[str]
+) -> None:
     found = rehearse(tmp_path, text)
-    assert [name for name, one in found.items() if one.fails] == []
+    assert [name for name, one in found.items() if one.fails] == failing
 
 
+@pytest.mark.long
 def test_a_script_is_not_started_unless_it_is_asked_for(tmp_path: Path) -> None:
     """What it would write stays as it is, whatever path it names."""
     folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
     for place in (folder, elsewhere):
         place.mkdir()
         (place / "latest.pt").write_bytes(b"a long training")
-    script = folder / "train.py"
     names = "'latest.pt', 'trained', sys.argv[1]"
-    script.write_text(f"import sys\nfor name in ({names}):\n    open(name, 'wb').write(b'step 17')\n")
+    (folder / "train.py").write_text(
+        f"import sys\nfor name in ({names}):\n    open(name, 'wb').write(b'step 17')\n"
+    )
 
     def state() -> dict[str, tuple[bytes, int]]:
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = state()
-    words = [
-        sys.executable,
-        "-m",
-        "outlast",
-        "doctor",
-        "--timeout",
-        "60",
-        "train.py",
-        elsewhere / "latest.pt",
-    ]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=WITHIN, check=False)
-    assert done.returncode in (0, 69), done.stderr
-    assert state() == before, done.stdout
-    refused = subprocess.run(
-        [*words[:4], "--train"], cwd=folder, capture_output=True, timeout=WITHIN, check=False
-    )
-    assert refused.returncode == 2
-    trains = [*words[:4], "--train", "--check", "start", "--timeout", "60", *words[-2:]]
-    subprocess.run(trains, cwd=folder, capture_output=True, timeout=WITHIN, check=False)
+
+    def doctor(*words: object) -> int:
+        command = [sys.executable, "-m", "outlast", "doctor", *map(str, words)]
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=WITHIN, check=False
+        ).returncode
+
+    script = ("--timeout", "60", "train.py", elsewhere / "latest.pt")
+    assert doctor(*script) in (0, 69)
+    assert state() == before
+    assert doctor("--train") == 2
+    doctor("--train", "--check", "start", *script)
     assert (elsewhere / "latest.pt").read_bytes() == b"step 17"
 
 
