@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from outlast import compat
 from outlast.compat import kempnerforge
-
-SIGNATURES = {  # kempnerforge/resilience at 5666d0d
-    "NaNDetector": {"action": "warn", "max_consecutive": 5, "max_history": 100},
-    "ShutdownHandler": {"timeout_sec": 600.0},
-    "check_gpu_health": {"device": 0},
-    "check_nccl_health": {"timeout_sec": 10.0},
-    "get_slurm_info": {},
-    "is_slurm_job": {},
-    "is_slurm_requeue": {},
-    "log_health_status": {"device": 0},
-    "log_job_info": {},
-    "resolve_resume_path": {"checkpoint_dir": inspect.Parameter.empty},
-}
-
-
-def test_it_has_every_name_and_no_other() -> None:
-    assert set(kempnerforge.__all__) == {*SIGNATURES, "NaNState", "SLURMInfo"}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_parameters_and_defaults_are_theirs(name: str) -> None:
-    found = inspect.signature(getattr(kempnerforge, name)).parameters.values()
-    given = {one.name: one.default for one in found if one.name != "options"}
-    assert given == SIGNATURES[name]
+from outlast.errors import UsageError
 
 
 def test_the_names_are_the_same_objects_as_in_compat() -> None:
@@ -43,23 +21,12 @@ def test_the_names_are_the_same_objects_as_in_compat() -> None:
         assert getattr(kempnerforge, name) is getattr(compat, name)
 
 
-def test_an_index_of_an_array_is_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "05")
-    info = kempnerforge.get_slurm_info()
-    assert info is not None
-    assert info.array_task_id == "05"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node has a GPU")
 def test_a_node_without_a_gpu_is_logged_as_unhealthy(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         health = kempnerforge.log_health_status(1)
-    assert health["error"] == "CUDA is not available"
-    assert caplog.messages == [
-        "GPU 1 health: UNHEALTHY | cuda=False, device=False, compute=False, memory=False",
-        "GPU 1 error: CUDA is not available",
-    ]
+    assert health["error"]
+    assert "cuda=False, device=False, compute=False, memory=False" in caplog.text
 
 
 def test_a_handler_can_be_registered_before_torch_is_imported() -> None:
@@ -73,3 +40,62 @@ def test_a_handler_can_be_registered_before_torch_is_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+VARIABLES = {"SLURM_JOB_ID": "123", "SLURM_JOB_NAME": "gpt", "SLURM_JOB_NODELIST": "node[1-2]"}
+VARIABLES |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_PARTITION": "gpu"}
+AGAIN = {"SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "05"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "9"}, compat.SLURMInfo("9", "", "", 1, 1, 0, "", None)),
+        (VARIABLES, compat.SLURMInfo("123", "gpt", "node[1-2]", 2, 4, 0, "gpu", None)),
+        (VARIABLES | AGAIN, compat.SLURMInfo("123", "gpt", "node[1-2]", 2, 4, 2, "gpu", "05")),
+    ],
+    ids=["outside", "only an id", "first", "requeued"],
+)
+def test_a_job_of_slurm_is_described(
+    variables: dict[str, str],
+    expected: compat.SLURMInfo | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert kempnerforge.get_slurm_info() == expected
+    assert compat.is_slurm_job() == bool(variables)
+    assert compat.is_slurm_requeue() == ("SLURM_RESTART_COUNT" in variables)
+    with caplog.at_level(logging.INFO):
+        compat.log_job_info()
+    if expected is not None:
+        assert f"id={expected.job_id}, name={expected.job_name}, nodes={expected.num_nodes}" in caplog.text
+
+
+def test_a_wrong_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "many")
+    with pytest.raises(UsageError, match="SLURM_RESTART_COUNT='many'"):
+        compat.get_slurm_info()
+
+
+def test_resume_paths_of_kempnerforge(tmp_path: Path) -> None:
+    assert compat.resolve_resume_path(str(tmp_path / "absent")) is None
+    for step in (9, 10, 100):
+        (tmp_path / f"step_{step}").mkdir()
+    (tmp_path / "step_x").mkdir()
+    assert compat.resolve_resume_path(str(tmp_path)) is None, "none of them was finished"
+    for step in (9, 10):
+        (tmp_path / f"step_{step}" / ".metadata").touch()
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
+    (tmp_path / "latest").symlink_to("step_9")
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_9"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step_100")
+    assert compat.resolve_resume_path(str(tmp_path)) == tmp_path / "step_10"
+    (tmp_path / "checkpoints" / "step-000000120.g1").mkdir(parents=True)  # of ours, without a COMMIT
+    assert compat.resolve_resume_path(str(tmp_path / "checkpoints")) is None

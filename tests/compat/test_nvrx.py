@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outlast.compat.nvrx.finder import Finder, why_not
 from outlast.compat.nvrx.surface import PACKAGE, REFUSED, SERVED
+from tests.support import warm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "nvrx.md").read_text(encoding="utf-8")
 INSTALL = "import outlast.compat.nvrx; outlast.compat.nvrx.install()\n"
@@ -32,8 +34,9 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def said(code: str, folder: Path) -> str:
-    """Return the last line that code writes after an installation."""
-    run = python(INSTALL + textwrap.dedent(code), folder)
+    """Return the last line that code writes after an installation, in a process that has torch."""
+    (folder / "script.py").write_text(INSTALL + textwrap.dedent(code))
+    run = warm.run([folder / "script.py"], 110)
     return (run.stdout.strip() or run.stderr.strip()).splitlines()[-1]
 
 
@@ -52,57 +55,39 @@ def test_served_modules_are_imported_in_every_way(tmp_path: Path) -> None:
         assert (Report, Statistic) == (ours.Report, ours.Statistic)
         assert nvrx.attribution.straggler.statistics.Statistic is Statistic
         assert 'Detector' in dir(a)
-        print('imported')
     """
-    assert said(code, tmp_path) == "imported"
+    done = python(INSTALL + textwrap.dedent(code), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    yield
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (
-            "import nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager",
-            "ModuleNotFoundError",
-        ),
-        ("from nvidia_resiliency_ext.checkpointing.async_ckpt.core import X", "ModuleNotFoundError"),
-        ("from nvidia_resiliency_ext.attribution import Analyzer", "ModuleNotFoundError"),
-        ("from nvidia_resiliency_ext.straggler import Nobody", "ModuleNotFoundError"),
-        ("import nvidia_resiliency_ext as n; n.services", "AttributeError"),
-    ],
+    "name", ["attribution.Analyzer", "straggler.Nobody", *(f"{name}.somewhere" for name in sorted(REFUSED))]
 )
-def test_what_is_not_served_is_an_import_error_that_says_what_to_use(
-    tmp_path: Path, code: str, error: str
-) -> None:
-    line = said(code, tmp_path)
-    assert line.startswith(f"{error}: nvidia_resiliency_ext.")
-    assert "outlast does not serve it: " in line or "docs/reference/nvrx.md" in line
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_an_import_below_what_is_refused_has_the_reason(
-    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_served_is_an_import_error_that_names_it(served: None, name: str) -> None:
     """As megatron-core imports from ``checkpointing.local``: importlib asks for each package above first."""
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    request.addfinalizer(lambda: [sys.modules.pop(one) for one in list(sys.modules) if PACKAGE in one])
-    with pytest.raises(ImportError) as caught:
-        importlib.import_module(f"{PACKAGE}.{name}.somewhere")
-    assert str(caught.value).endswith(f": outlast does not serve it: {REFUSED[name]}")
+    with pytest.raises(ModuleNotFoundError, match=rf"{PACKAGE}\."):
+        exec(f"from {PACKAGE}.{name.rpartition('.')[0]} import {name.rpartition('.')[2]}")
+    with pytest.raises(ModuleNotFoundError, match=rf"{PACKAGE}\."):
+        importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def test_a_package_that_is_optional_to_a_script_counts_as_absent(tmp_path: Path) -> None:
+def test_a_package_that_is_optional_to_a_script_counts_as_absent(served: None) -> None:
     """As Megatron-LM asks for it, see megatron/core/dist_checkpointing/strategies."""
-    code = """
-        import importlib, importlib.util
-        try:
-            importlib.import_module('nvidia_resiliency_ext.checkpointing.async_ckpt.core')
-        except (ImportError, ModuleNotFoundError):
-            print(importlib.util.find_spec('nvidia_resiliency_ext') is not None,
-                  hasattr(importlib.import_module('nvidia_resiliency_ext.straggler'), 'nobody'))
-    """
-    assert said(code, tmp_path) == "True False"
+    assert importlib.util.find_spec(PACKAGE) is not None
+    assert not hasattr(importlib.import_module(f"{PACKAGE}.straggler"), "nobody")
+    with pytest.raises(AttributeError):
+        importlib.import_module(PACKAGE).services  # noqa: B018
 
 
+@pytest.mark.long
 def test_callbacks_of_a_fit_are_those_of_nemo_and_import_lightning_when_used(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="lightning: not installed; the extra `frameworks` brings it")
     code = """
@@ -139,99 +124,71 @@ def installed(folder: Path) -> None:
 def test_it_is_refused_where_the_real_package_is_imported_already(tmp_path: Path) -> None:
     installed(tmp_path)
     run = python(f"import {PACKAGE}\n{INSTALL}", tmp_path)
-    assert (
-        "UsageError: outlast.compat.nvrx.install: found nvidia_resiliency_ext imported already" in run.stderr
-    )
+    assert "UsageError: outlast.compat.nvrx.install: " in run.stderr
 
 
 def test_an_installed_package_is_hidden_and_named_once(tmp_path: Path) -> None:
     installed(tmp_path)
     run = python(f"{INSTALL * 2}import {PACKAGE} as n; print(hasattr(n, 'REAL'))", tmp_path)
     assert run.stdout.strip() == "False"
-    assert run.stderr.count(f"the package installed at {tmp_path / PACKAGE / '__init__.py'} is not used") == 1
+    assert run.stderr.count(str(tmp_path / PACKAGE / "__init__.py")) == 1
 
 
 def test_an_unchanged_script_runs(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'\n")
     (tmp_path / "train.py").write_text(
-        "import sys, beside\nfrom nvidia_resiliency_ext.straggler import Detector\n"
-        "print(__name__, sys.argv[1:], beside.WORD, Detector.__name__)\n"
+        "import sys, beside\nfrom nvidia_resiliency_ext import __version__\n"
+        "print(__name__, sys.argv[1:], beside.WORD, bool(__version__))\n"
     )
     for words in (["train.py"], ["-m", "train"]):
         command = [sys.executable, "-m", "outlast.compat.nvrx", *words, "--lr", "1"]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-        assert run.stdout.strip() == "__main__ ['--lr', '1'] found Detector", run.stderr
+        assert run.stdout.strip() == "__main__ ['--lr', '1'] found True", run.stderr
 
 
-def test_a_script_has_the_path_that_python_gives_it(tmp_path: Path) -> None:
-    folder, links = tmp_path / "real", tmp_path / "links"
-    folder.mkdir()
-    links.mkdir()
-    (folder / "train.py").write_text("import sys; print(sys.path[0])\n")
-    (links / "train.py").symlink_to(folder / "train.py")
-    safe = ["-P"] if sys.version_info >= (3, 11) else ["-I"]
-    for flags in ([], safe):
-        plain, served = (
-            subprocess.run(
-                [sys.executable, *flags, *words, str(links / "train.py")],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=55,
-                check=False,
-            )
-            for words in ([], ["-m", "outlast.compat.nvrx"])
-        )
-        assert served.stdout == plain.stdout != "", served.stderr
+def test_a_script_has_the_path_that_python_gives_it_and_is_needed(tmp_path: Path) -> None:
+    def ran(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, *words]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
+
+    for name in ("real", "links"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real" / "train.py").write_text("import sys; print(sys.path[0])\n")
+    (tmp_path / "links" / "train.py").symlink_to(tmp_path / "real" / "train.py")
+    for flags in ([], ["-P"] if sys.version_info >= (3, 11) else ["-I"]):
+        served = ran(*flags, "-m", "outlast.compat.nvrx", "links/train.py")
+        assert served.stdout == ran(*flags, "links/train.py").stdout != "", served.stderr
+    refused = ran("-m", "outlast.compat.nvrx")
+    assert "UsageError: outlast.compat.nvrx: " in refused.stderr
+    assert refused.returncode != 0
 
 
-def test_a_script_is_needed(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "outlast.compat.nvrx"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert "UsageError: outlast.compat.nvrx: found no script" in run.stderr
-    assert run.returncode != 0
-
-
-def test_every_name_leads_to_an_object() -> None:
+def test_every_name_leads_to_an_object_and_none_is_refused() -> None:
     for module, names in SERVED.items():
         for name, home in names.items():
+            assert f"{module}.{name}".partition(".")[2] not in REFUSED
             found, _, attribute = home.partition(":")
             if found == "outlast.compat.nemo" and importlib.util.find_spec("lightning") is None:
                 continue
             assert hasattr(importlib.import_module(found), attribute), f"{module}.{name}"
 
 
-def test_nothing_is_served_and_refused() -> None:
-    both = [
-        name
-        for module, names in SERVED.items()
-        for name in names
-        if f"{module}.{name}".partition(".")[2] in REFUSED
-    ]
-    assert both == []
-
-
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "named"),
     [
-        ("fault_tolerance.rank_monitor_server.RankMonitorServer", "outlast run is the launcher"),
-        ("inprocess.abort.AbortTransformerEngine", "derive from Abort"),
-        ("inprocess.abort.Nobody", "inprocess.abort has Abort, AbortTorchDistributed; see docs"),
-        ("attribution.straggler.cupti", "attribution.straggler has CallableId, Detector, Report"),
-        ("attribution.analyzer.Analyzer", "faults are attributed by the launcher"),
-        ("ptl_resiliency.local_checkpoint_callback.LocalCheckpointCallback", "of outlast.compat.nemo"),
-        ("nobody.at_all", "nvidia_resiliency_ext has __version__, attribution, fault_tolerance, inprocess"),
+        ("fault_tolerance.rank_monitor_server.RankMonitorServer", "outlast run"),
+        ("inprocess.abort.AbortTransformerEngine", REFUSED["inprocess.abort.AbortTransformerEngine"]),
+        ("inprocess.abort.Nobody", "Abort, AbortTorchDistributed"),
+        ("attribution.straggler.cupti", "CallableId, Detector, Report"),
+        ("attribution.analyzer.Analyzer", REFUSED["attribution"]),
+        ("ptl_resiliency.local_checkpoint_callback.LocalCheckpointCallback", "outlast.compat.nemo"),
+        ("nobody.at_all", "__version__, attribution, fault_tolerance, inprocess"),
     ],
 )
-def test_the_reason_is_the_closest_one(name: str, said: str) -> None:
-    sentence = why_not(f"{PACKAGE}.{name}")
-    assert sentence.startswith(f"{PACKAGE}.{name}: outlast does not serve it")
-    assert said in sentence
+def test_the_reason_is_the_closest_one(name: str, named: str) -> None:
+    reason = why_not(f"{PACKAGE}.{name}")
+    assert reason.startswith(f"{PACKAGE}.{name}: ")
+    assert named in reason
 
 
 def rows(heading: str) -> dict[str, tuple[str, ...]]:
@@ -250,11 +207,9 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", text))
 
 
-def test_the_page_has_what_is_served() -> None:
+def test_the_page_has_what_is_served_and_refused() -> None:
     found = {module: named(cells[0]) for module, cells in rows("Served").items()}
     shown = {module.removeprefix(f"{PACKAGE}."): set(names) for module, names in SERVED.items() if names}
     assert found == shown
 
-
-def test_the_page_has_what_is_refused_word_for_word() -> None:
-    assert {name: cells[0] for name, cells in rows("Refused").items()} == dict(REFUSED)
+    assert rows("Refused").keys() == REFUSED.keys()

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from outlast.compat.nvrx.rank_monitor import RankMonitorClient
 from tests.compat.test_nvrx import INSTALL, python
 
-# nvidia_resiliency_ext/fault_tolerance/rank_monitor_client.py 0.6
-CALLS = {
-    "init_workload_monitoring": {"num_warmup_iters": None},
-    "shutdown_workload_monitoring": {},
-    "send_heartbeat": {},
-    "start_section": {"section": inspect.Parameter.empty},
-    "end_section": {"section": inspect.Parameter.empty},
-    "end_all_sections": {},
-    "calculate_and_set_hb_timeouts": {"skip_if_not_ready": False},
-    "calculate_and_set_section_timeouts": {
-        "selected_sections": None,
-        "calc_out_of_section": True,
-        "skip_if_not_ready": False,
-    },
-    "state_dict": {},
-    "load_state_dict": {"state": inspect.Parameter.empty},
-}
 PAGE = f"""{INSTALL}
 import json, os, pathlib, sys, types
 from outlast.ipc.heartbeat_page import HeartbeatReader
@@ -44,18 +23,12 @@ def sections():
 """
 
 
-def answer(code: str, folder: Path, **options: object) -> object:
+def answer(code: str, folder: Path, **options: object) -> Any:
     """Run code with a client and a page, and return what it writes last."""
     told = f"import os; os.environ['OUTLAST_FAULT_TOLERANCE'] = {json.dumps(options)!r}\n"
     run = python(told + PAGE + code, folder)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
-
-
-def test_it_has_the_calls_of_nvrx() -> None:
-    for name, expected in CALLS.items():
-        found = list(inspect.signature(getattr(RankMonitorClient, name)).parameters.values())[1:]
-        assert {one.name: one.default for one in found} == expected
 
 
 def test_sections_are_seen_by_the_agent_also_where_they_overlap(tmp_path: Path) -> None:
@@ -119,39 +92,29 @@ print(json.dumps([steps, reader.read().began]))
     assert answer(code, tmp_path) == [[100, 100, 101, 101, 102], 100]
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("client.send_heartbeat()", "RankMonitorClient is not initialized"),
-        ("client.state_dict()", "RankMonitorClient is not initialized"),
-        ("client.init_workload_monitoring(); client.init_workload_monitoring()", "is already initialized"),
-        (
-            "client.init_workload_monitoring(); client.end_section('x')",
-            "section 'x' is not open; found \\[\\]",
-        ),
-        (
-            "client.init_workload_monitoring(); client.start_section('x'); client.start_section('x')",
-            "section 'x' is open already",
-        ),
-        ("client.load_state_dict({'current_timeouts': {'section': {'x': 1}}})", "nothing was loaded"),
-        ("client.load_state_dict([])", "found \\[\\], expected what state_dict returned"),
-    ],
-)
-def test_what_does_not_fit_is_an_error_by_their_name(tmp_path: Path, code: str, said: str) -> None:
-    run = python(PAGE + code, tmp_path)
-    assert run.returncode != 0
-    assert "RankMonitorClientError: " in run.stderr
-    assert re.search(said, run.stderr)
-
-
-def test_a_state_is_loaded_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_an_error_by_their_name_and_changes_nothing(tmp_path: Path) -> None:
     code = """
-try:
-    client.load_state_dict({"current_timeouts": {"heartbeat": {"initial": 1.0}, "section": {"x": 1}}})
-except RankMonitorClientError:
-    print(json.dumps([client.loaded_hb_timeouts, client.loaded_section_timeouts]))
+found = []
+def refused(call, *given):
+    try:
+        call(*given)
+    except RankMonitorClientError as error:
+        found.append(str(error))
+refused(client.send_heartbeat)
+refused(client.state_dict)
+client.init_workload_monitoring()
+refused(client.init_workload_monitoring)
+refused(client.end_section, "x")
+client.start_section("x")
+refused(client.start_section, "x")
+refused(client.load_state_dict, {"current_timeouts": {"heartbeat": {"initial": 1.0}, "section": {"x": 1}}})
+refused(client.load_state_dict, [])
+print(json.dumps([found, client.loaded_hb_timeouts, client.loaded_section_timeouts]))
 """
-    assert answer(code, tmp_path) == [None, None]
+    errors, *loaded = answer(code, tmp_path)
+    assert loaded == [None, None]
+    named = ["RankMonitorClient", "RankMonitorClient", "RankMonitorClient", "'x'", "'x'", "x", "state_dict"]
+    assert [name in error for name, error in zip(named, errors, strict=True)] == [True] * 7
 
 
 def kept(folder: Path, **learned: float) -> None:
@@ -212,18 +175,15 @@ print(json.dumps(found))
     assert answer(code, tmp_path) == expected
 
 
-def test_without_learning_nothing_is_calculated_and_that_is_said(tmp_path: Path) -> None:
+def test_without_learning_nothing_is_calculated(tmp_path: Path) -> None:
     code = """
 client.init_workload_monitoring()
 print(json.dumps([client.calculate_and_set_section_timeouts(), client.calculate_and_set_hb_timeouts()]))
 """
-    told = "import os; os.environ['OUTLAST_FAULT_TOLERANCE'] = '{\"calc_ft_timeouts\": false}'\n"
-    run = python(told + PAGE + code, tmp_path)
-    assert run.stdout.strip() == "[false, false]", run.stderr
-    assert run.stderr.count("calc_ft_timeouts of the launcher is off") == 1
+    assert answer(code, tmp_path, calc_ft_timeouts=False) == [False, False]
 
 
-def test_without_an_agent_it_does_nothing_and_rank_0_says_so_once(tmp_path: Path) -> None:
+def test_without_an_agent_it_does_nothing_and_rank_0_logs_one_line(tmp_path: Path) -> None:
     code = f"""{INSTALL}
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 for _ in range(2):
@@ -239,4 +199,4 @@ for _ in range(2):
     for rank in ("0", "1"):
         run = python(f"import os; os.environ['RANK'] = '{rank}'\n{code}", tmp_path)
         assert run.returncode == 0, run.stderr
-        assert run.stderr.count("there is no agent") == (rank == "0")
+        assert run.stderr.count("RankMonitorClient") == (rank == "0"), run.stderr

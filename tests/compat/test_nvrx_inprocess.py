@@ -46,7 +46,7 @@ def test_the_plug_in_listed_last_is_called_first() -> None:
     composed = Compose(Noting("a", said), Compose(Noting("b", said), Noting("c", said)))
     assert composed(STATE) is STATE
     assert said == ["c", "b", "a"]
-    with pytest.warns(UserWarning, match="returned None, called with"):
+    with pytest.warns(UserWarning, match="None"):
         assert Compose(Noting("a", said, returns=False))(STATE) is STATE
 
 
@@ -87,10 +87,10 @@ def test_composed_plug_ins_are_an_instance_of_what_all_of_them_are() -> None:
 
 def test_the_retry_controller_ends_the_job() -> None:
     assert RetryController(max_iterations=2, min_world_size=2)(STATE) is STATE
-    with pytest.raises(RestartAbort, match="1 restarts, max_iterations is 1"):
+    with pytest.raises(RestartAbort, match=r"max_iterations.*1"):
         RetryController(max_iterations=1)(STATE)
     for few in ({"min_world_size": 3}, {"min_active_world_size": 3}):
-        with pytest.raises(RestartAbort, match="found 2 ranks, at least 3 needed"):
+        with pytest.raises(RestartAbort, match=r"2.*3"):
             RetryController(**few)(STATE)
 
 
@@ -100,17 +100,13 @@ def test_a_finalize_in_a_thread_has_a_time_and_its_error_is_seen() -> None:
     assert call(STATE) is STATE
     assert found == [((1,), {"b": 2})]
     never = threading.Event()
-    with pytest.raises(plugins.TimeoutError, match=r"ThreadedFinalize: not done after 0\.05 s"):
+    with pytest.raises(plugins.TimeoutError, match=r"ThreadedFinalize.*0\.05"):
         ThreadedFinalize(timedelta(seconds=0.05), lambda: never.wait(60))(STATE)
     never.set()
     with pytest.raises(ZeroDivisionError):
         ThreadedFinalize(timedelta(seconds=30), lambda: 1 / 0)(STATE)
-    assert CudaHealthCheck()(STATE) is STATE
-
-
-def test_a_folder_for_traces_is_refused() -> None:
-    assert AbortTorchDistributed()(STATE) is STATE
-    with pytest.raises(outlast.UsageError, match="torch_fr_trace_path='/tmp/x' has no effect here"):
+    assert CudaHealthCheck()(STATE) is AbortTorchDistributed()(STATE) is STATE
+    with pytest.raises(outlast.UsageError, match="torch_fr_trace_path='/tmp/x'"):
         AbortTorchDistributed("/tmp/x")
 
 
@@ -139,46 +135,35 @@ def test_a_parameter_that_may_be_none_gets_the_call_too(function: Callable[[], A
 
 def test_it_needs_an_agent() -> None:
     wrapped = Wrapper(soft_timeout=timedelta(seconds=60), abort=AbortTorchDistributed(), finalize=None)(plain)
-    with pytest.raises(outlast.UsageError, match="there is no agent; start the script with outlast run"):
+    with pytest.raises(outlast.UsageError, match="outlast run"):
         wrapped()
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("options", "named"),
     [
-        ({"soft_timeout": 60}, "soft_timeout: found 60, expected a datetime.timedelta"),
-        ({"soft_time": 60}, "soft_time: unknown; expected some of abort, barrier_timeout"),
-        ({"abort": 3}, "abort: found 3, expected an object that takes the state"),
+        ({"soft_timeout": 60}, r"soft_timeout.*60.*datetime\.timedelta"),
+        ({"soft_time": 60}, "soft_time.*abort, barrier_timeout"),
+        ({"abort": 3}, "abort.*3"),
         (
             {"soft_timeout": timedelta(seconds=60), "hard_timeout": timedelta(seconds=30)},
-            "hard_timeout: 30.0 is not more than hang_timeout",
+            "hard_timeout.*30.0.*hang_timeout",
         ),
-        ({"last_call_wait": timedelta(seconds=1), "store_kwargs": {}}, "last_call_wait has no effect here"),
-        ({"last_call_wait": timedelta(seconds=1), "store_kwargs": {}}, "store_kwargs has no effect here"),
+        ({"last_call_wait": timedelta(seconds=1), "store_kwargs": {}}, "(?s)last_call_wait.*store_kwargs"),
     ],
 )
-def test_what_cannot_take_effect_is_refused(named: dict[str, Any], said: str) -> None:
-    with pytest.raises(outlast.UsageError, match=re.escape(said)):
-        Wrapper(**named)
+def test_what_cannot_take_effect_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(outlast.UsageError, match=named):
+        Wrapper(**options)
 
 
-def table() -> dict[str, str]:
-    """Return the answers of the page's first table by parameter."""
+def test_the_page_has_every_parameter_and_those_that_are_absent() -> None:
     text = PAGE.read_text(encoding="utf-8").partition("| NVRx `inprocess.Wrapper` |")[2]
     found = {}
     for line in text.partition("\n\n")[0].splitlines()[2:]:
         names, _, answer = (cell.strip() for cell in line.strip("|").split("|"))
-        said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", answer).replace("`", "")
-        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), said)
-    return found
-
-
-def test_the_page_says_the_same_of_every_parameter() -> None:
-    page = table()
-    absent = {name: said.removeprefix("absent: ") for name, said in page.items() if said.startswith("absent")}
-    assert absent == dict(ABSENT)
-    for name in page.keys() - absent.keys():
-        value = (
-            timedelta(seconds=100) if name.endswith("timeout") else False if name == "enabled" else Compose()
-        )
-        Wrapper(**{name: value})
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), answer.startswith("absent"))
+    assert {name for name, absent in found.items() if absent} == set(ABSENT)
+    for name in found.keys() - set(ABSENT):
+        value: Any = timedelta(seconds=100) if name.endswith("timeout") else Compose()
+        Wrapper(**{name: False if name == "enabled" else value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outlast.compat import straggler_det_callback
 from outlast.compat.straggler import CallableId, Detector, Report, Statistic, StragglerId
 from outlast.compat.straggler_callback import (
     NVRxStragglerDetectionConfig,
@@ -29,45 +27,10 @@ def ended() -> Iterator[None]:
         Detector.shutdown()
 
 
-def defaults(function: object) -> dict[str, object]:
-    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    return {one.name: None if one.default is one.empty else one.default for one in parameters}
-
-
-def test_parameters_and_defaults_are_theirs_with_one_of_ours_at_the_end() -> None:
-    assert defaults(Detector.initialize) == {
-        "scores_to_compute": "all",
-        "gather_on_rank0": True,
-        "profiling_interval": 1,
-        "report_time_interval": 60,
-        "node_name": None,
-        "profile_kernels": False,
-    }
-    assert defaults(Detector.detection_section) == {"name": None, "profile_cuda": True}
-    assert defaults(Detector.wrap_callables) == {"callable_ids": None, "profile_cuda": True}
-    thresholds = defaults(Report.identify_stragglers)
-    del thresholds["self"]
-    assert thresholds == dict.fromkeys(
-        ["gpu_rel_threshold", "section_rel_threshold", "gpu_indiv_threshold", "section_indiv_threshold"], 0.75
-    )
-    assert dataclasses.asdict(NVRxStragglerDetectionConfig()) == {
-        "enabled": False,
-        "report_time_interval": 300.0,
-        "calc_relative_gpu_perf": True,
-        "calc_individual_gpu_perf": True,
-        "num_gpu_perf_scores_to_print": 5,
-        "gpu_relative_perf_threshold": 0.7,
-        "gpu_individual_perf_threshold": 0.7,
-        "stop_if_detected": False,
-        "enable_logging": True,
-        "profiling_interval": 1,
-        "logger_name": "megatron.bridge.NVRxStragglerDetection",
-        "profile_kernels": False,
-    }
-    callback = straggler_det_callback()
-    assert (callback.report_time_interval, callback.stop_if_detected) == (300, True)
-    assert callback.logger.name == "nemo_logger.StragglerDetectionCallback"
-    assert (callback.gpu_relative_perf_threshold, callback.num_gpu_perf_scores_to_print) == (0.7, 5)
+def reported() -> Report:
+    report = Detector.generate_report()
+    assert report is not None
+    return report
 
 
 def test_sections_are_timed_in_milliseconds_and_reset_by_a_report() -> None:
@@ -75,38 +38,33 @@ def test_sections_are_timed_in_milliseconds_and_reset_by_a_report() -> None:
     for _ in range(3):
         with Detector.detection_section("step"):
             sum(range(1000))
-    report = Detector.generate_report()
-    assert report is not None
+    report = reported()
     summary = report.local_section_summaries["step"]
     assert summary[Statistic.NUM] == 3
     assert 0 < summary[Statistic.MIN] <= summary[Statistic.MED] <= summary[Statistic.MAX]
     assert (report.rank, report.rank_to_node, report.gather_on_rank0) == (0, {0: "here"}, True)
     assert report.gpu_relative_perf_scores == {0: 1.0}
-    second = Detector.generate_report()
-    assert second is not None
+    second = reported()
     assert second.local_section_summaries == {}
     assert math.isnan(second.gpu_relative_perf_scores[0])
     assert not any(second.identify_stragglers().values())
 
 
-def test_a_section_without_a_name_is_named_after_its_line() -> None:
-    Detector.initialize()
-    with Detector.detection_section():
-        pass
-    line = inspect.currentframe().f_lineno - 2  # type: ignore[union-attr]
-    report = Detector.generate_report()
-    assert report is not None
-    assert list(report.local_section_summaries) == [f"{__file__}:{line}"]
-
-
-def test_only_each_nth_entry_is_timed() -> None:
+def test_each_nth_entry_that_raised_nothing_is_timed_by_its_name_or_its_line() -> None:
     Detector.initialize(profiling_interval=4)
     for _ in range(9):
         with Detector.detection_section("step"):
             pass
-    report = Detector.generate_report()
-    assert report is not None
-    assert report.local_section_summaries["step"][Statistic.NUM] == 3
+    with Detector.detection_section():
+        pass
+    line = inspect.currentframe().f_lineno - 2  # type: ignore[union-attr]
+    with pytest.raises(KeyError), Detector.detection_section("raises"):
+        raise KeyError
+    summaries = reported().local_section_summaries
+    assert {name: one[Statistic.NUM] for name, one in summaries.items()} == {
+        "step": 3,
+        f"{__file__}:{line}": 1,
+    }
 
 
 def test_single_kernels_are_timed_in_the_entries_that_are_timed() -> None:
@@ -119,17 +77,14 @@ def test_single_kernels_are_timed_in_the_entries_that_are_timed() -> None:
             torch.mul(ones, ones)
     with pytest.raises(TypeError), Detector.detection_section("left"):
         torch.add(torch.add(ones, ones), None)  # type: ignore[call-overload]
-    report = Detector.generate_report()
-    assert report is not None
+    report = reported()
     assert {name: one[Statistic.NUM] for name, one in report.local_kernel_summaries.items()} == {
         "aten::add": 3
     }
     assert 0 < report.local_kernel_summaries["aten::add"][Statistic.MED] < 60_000
     assert report.local_section_summaries.keys() == {"step", "data"}
     assert report.gpu_relative_perf_scores == report.gpu_individual_perf_scores == {0: 1.0}
-    second = Detector.generate_report()
-    assert second is not None
-    assert second.local_kernel_summaries == {}
+    assert reported().local_kernel_summaries == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -139,23 +94,11 @@ def test_without_cuda_sections_stand_for_kernels(capsys: pytest.CaptureFixture[s
     step = manager.wrap_train_step_function(lambda: None)
     for _ in range(3):
         step()
-    report = Detector.generate_report()
+    report = reported()
     manager.shutdown()
-    assert report is not None
     assert list(report.local_kernel_summaries) == ["_TrainStep.train_step"]
     assert report.gpu_relative_perf_scores == {0: 1.0}
-    assert capsys.readouterr().err == (
-        "[outlast] single kernels of this rank are not timed: this process has no CUDA device\n"
-    )
-
-
-def test_an_entry_that_raises_is_not_timed() -> None:
-    Detector.initialize()
-    with pytest.raises(KeyError), Detector.detection_section("step"):
-        raise KeyError
-    report = Detector.generate_report()
-    assert report is not None
-    assert report.local_section_summaries == {}
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 class Model:
@@ -173,8 +116,7 @@ def test_all_wrapped_callables_are_restored_and_run_after_the_end() -> None:
     Detector.wrap_callables([CallableId(model, "backward"), CallableId(model, "forward")])
     kept = model.backward
     assert (model.forward(1), kept()) == (2, "back")
-    report = Detector.generate_report()
-    assert report is not None
+    report = reported()
     assert set(report.local_section_summaries) == {"Model.forward", "Model.backward"}
     Detector.shutdown()
     assert model.forward.__func__ is Model.forward  # type: ignore[attr-defined]
@@ -189,16 +131,16 @@ def test_names_of_callables() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="should not be instantiated"):
+    with pytest.raises(RuntimeError, match="Detector"):
         Detector()
-    with pytest.raises(RuntimeError, match="not initialized"), Detector.detection_section("step"):
+    with pytest.raises(RuntimeError, match="Detector"), Detector.detection_section("step"):
         pass
-    with pytest.raises(ValueError, match="'gpu' is none of 'relative_perf_scores'"):
+    with pytest.raises(ValueError, match=r"'gpu'.*relative_perf_scores"):
         Detector.initialize(scores_to_compute=["gpu"])
     with pytest.raises(ValueError, match="profiling_interval: 0"):
         Detector.initialize(profiling_interval=0)
     Detector.initialize()
-    with pytest.raises(RuntimeError, match="initialized already"):
+    with pytest.raises(RuntimeError, match="Detector"):
         Detector.initialize()
 
 
@@ -234,9 +176,10 @@ def test_all_wrong_options_are_told_together() -> None:
         gpu_relative_perf_threshold=1.5,
         profiling_interval=0,
     )
-    with pytest.raises(ValueError, match="both are False") as caught:
+    with pytest.raises(ValueError, match="calc_relative_gpu_perf") as caught:
         NVRxStragglerDetectionManager(wrong)
-    assert len(str(caught.value).splitlines()) == 5
+    names = ["report_time_interval", "num_gpu_perf_scores_to_print", "gpu_relative_perf_threshold"]
+    assert [one for one in (*names, "profiling_interval") if one not in str(caught.value)] == []
     NVRxStragglerDetectionConfig(report_time_interval=0).finalize()  # not enabled, not looked at
 
 

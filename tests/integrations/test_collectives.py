@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from outlast.compat.straggler import _Message
 from outlast.fields import DamagedCopy
 from outlast.stragglers.policy.nvrx import Kernel
+from tests.support import warm
 from tests.support.launching import DEADLINE
 
 MESSAGE = _Message("n", {"a": 1.0}, {}, {"k": Kernel(0.5, 2.0)}, 0.9, {"a": 1.0})
@@ -42,16 +40,15 @@ print(json.dumps(errors))
 
 
 def test_values_arrive_exactly_and_what_is_too_large_is_refused_on_every_rank(tmp_path: Any) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(RANKS)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in (0, 1)
-    ]
-    ends = [one.communicate(timeout=DEADLINE) for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0], ends
-    assert [json.loads(end[0]) for end in ends] == [["DamagedCopy"] * 2, ["UsageError", "DamagedCopy"]]
+    (tmp_path / "rank.py").write_text(RANKS)
+    outputs = [tmp_path / f"output-{rank}" for rank in (0, 1)]
+    ranks = []
+    for rank, path in enumerate(outputs):
+        with open(path, "wb") as output, open(tmp_path / "errors", "ab") as errors:
+            ranks.append(warm.start([tmp_path / "rank.py", str(rank), tmp_path / "store"], output, errors))
+    assert [one.wait(DEADLINE) for one in ranks] == [0, 0], (tmp_path / "errors").read_text()
+    found = [json.loads(path.read_text()) for path in outputs]
+    assert found == [["DamagedCopy"] * 2, ["UsageError", "DamagedCopy"]]
 
 
 def test_a_report_of_stragglers_arrives_as_it_was_sent() -> None:

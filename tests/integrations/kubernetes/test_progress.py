@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_the_newest_status_is_posted_as_the_schema_wants_it(controller: Controll
     progress = TrainJobProgress(200, server(controller), every=0.0)
     progress.completed(10)
     until(lambda: progress.sent == 1, "the first post")
-    progress.completed(50, {"loss": 0.5, "tokens": 7})
+    progress.completed(50, {"loss": 0.5, "tokens": 7, **{f"m{at}": at for at in range(1000)}})
     progress.close()
     assert (progress.sent, progress.failed) == (2, 0)
     authorization, body = controller.posts[-1]
@@ -47,7 +48,8 @@ def test_the_newest_status_is_posted_as_the_schema_wants_it(controller: Controll
     request = models.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
     status = request.trainer_status
     assert (status.progress_percentage, status.last_updated_time is not None) == (25, True)
-    assert [(one.name, one.value) for one in status.metrics] == [("loss", "0.5"), ("tokens", "7")]
+    assert [(one.name, one.value) for one in status.metrics[:2]] == [("loss", "0.5"), ("tokens", "7")]
+    assert len(status.metrics) == 256
     assert status.estimated_remaining_seconds >= 0
 
 
@@ -82,20 +84,28 @@ def test_a_renewed_token_is_used(controller: Controller) -> None:
     assert [token for token, _ in controller.posts] == ["Bearer first", "Bearer second"]
 
 
-def test_of_too_many_metrics_the_first_are_posted(controller: Controller) -> None:
-    progress = TrainJobProgress(10, server(controller), every=0.0)
-    progress.completed(1, {f"m{n}": n for n in range(1000)})
-    progress.close()
-    assert len(controller.statuses[0]["metrics"]) == 256
+class Lost(str):
+    def __str__(self) -> str:
+        raise RuntimeError("device lost")
 
 
-@pytest.mark.parametrize("answer", [(403, {}), (500, {}), (302, {"Location": "https://127.0.0.1:1/"})])
-def test_a_refusal_is_counted(controller: Controller, answer: tuple[int, dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("answer", "metrics"),
+    [
+        ((403, {}), {}),
+        ((500, {}), {}),
+        ((302, {"Location": "https://127.0.0.1:1/"}), {}),
+        ((200, {}), {"loss": Lost()}),  # it cannot be written
+    ],
+)
+def test_a_post_that_fails_is_counted_and_the_next_one_is_sent(
+    controller: Controller, answer: tuple[int, dict[str, str]], metrics: dict[str, Any]
+) -> None:
     controller.answer = answer
     progress = TrainJobProgress(10, server(controller), every=0.0)
-    progress.completed(1)
-    until(lambda: progress.failed == 1, "the refusal")
-    assert f"{answer[0]}" in progress.last_failure
+    progress.completed(1, metrics)
+    until(lambda: progress.failed == 1, "the failure")
+    assert metrics or str(answer[0]) in progress.last_failure
     controller.answer = (200, {})
     progress.completed(2)
     until(lambda: progress.sent == 1, "the next post")
@@ -111,53 +121,29 @@ def test_a_server_that_never_answers_holds_nothing_up(controller: Controller) ->
     assert progress.sent == 0
 
 
-@pytest.mark.parametrize("missing", ["server", "token", "certificate"])
-def test_what_is_missing_is_counted(controller: Controller, tmp_path: Path, missing: str) -> None:
+@pytest.mark.parametrize("wrong", ["server", "token", "certificate", "http"])
+def test_what_cannot_be_posted_is_counted(controller: Controller, tmp_path: Path, wrong: str) -> None:
     known = server(controller)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        changed = {
+        servers = {
             "server": StatusServer(f"https://127.0.0.1:{closed.getsockname()[1]}/", known.ca_file),
             "token": StatusServer(known.url, known.ca_file, str(tmp_path / "none")),
             "certificate": StatusServer(known.url, "", known.token_file),
+            "http": StatusServer(known.url.replace("https", "http"), "", known.token_file),
         }
-        progress = TrainJobProgress(10, changed[missing], every=0.0)
+        progress = TrainJobProgress(10, servers[wrong], every=0.0)
         progress.completed(1)
         until(lambda: progress.failed == 1, "the failure")
         progress.close()
-    assert controller.posts == []
+    assert (progress.sent, controller.posts) == (0, [])
 
 
-def test_a_metric_that_cannot_be_written_is_counted(controller: Controller) -> None:
-    class Lost(str):
-        def __str__(self) -> str:
-            raise RuntimeError("device lost")
-
-    progress = TrainJobProgress(10, server(controller), every=0.0)
-    progress.completed(1, {"loss": Lost()})
-    until(lambda: progress.failed == 1, "the failure")
-    progress.completed(2)
-    until(lambda: progress.sent == 1, "the next post")
-    progress.close()
-
-
-def test_the_token_goes_over_https_only(controller: Controller) -> None:
-    plain = StatusServer(controller.url.replace("https", "http"), "", str(controller.token))
-    progress = TrainJobProgress(10, plain, every=0.0)
-    progress.completed(1)
-    until(lambda: progress.failed == 1, "the failure")
-    progress.close()
-    assert "not https" in progress.last_failure
-
-
-def test_outside_of_a_trainjob_nothing_is_started() -> None:
+def test_outside_of_a_trainjob_nothing_is_started_and_no_steps_are_refused() -> None:
     before = threading.active_count()
     progress = TrainJobProgress(10, status_server({}))
     progress.completed(1)
     progress.close()
     assert (threading.active_count(), progress.sent, progress.failed) == (before, 0, 0)
-
-
-def test_no_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="total_steps=0"):
         TrainJobProgress(0, None)

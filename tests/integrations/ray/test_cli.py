@@ -80,57 +80,36 @@ def test_submit_hands_over_the_command_that_runs_it(
     )
 
 
-def test_a_refusal_is_told(dashboard: Dashboard) -> None:
+def test_what_is_not_available_is_named(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     dashboard.answer = 500
-    with pytest.raises(RayUnavailable, match="refused with 500"):
+    with pytest.raises(RayUnavailable, match="500"):
         ray_cli.main(["submit", *NEEDED, f"--address={dashboard.url}", *SCRIPT])
-
-
-def test_a_dashboard_that_is_not_there_is_told() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        with pytest.raises(RayUnavailable, match="shows whether gpt-"):
+        with pytest.raises(RayUnavailable, match=address):
             ray_cli.main(["submit", *NEEDED, f"--address={address}", *SCRIPT])
-
-
-def test_without_ray_the_way_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     with pytest.raises(RayUnavailable, match="pip install"):
         ray_cli.main(["run", *NEEDED, *SCRIPT])
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ("--nnodes=4:2", "--nnodes=4:2"),
-        ("--spares=-1", "--spares=-1"),
-        ("--gpus=-1", "--gpus=-1"),
-        ("--cpus=0", "--cpus=0"),
-        ("--lead=10", "--lead=10"),
-        ("--placement-timeout=0", "--placement-timeout=0"),
-        ("--max-node-restarts=-1", "--max-node-restarts=-1"),
-        ("--run-dir=gpt", "expected an absolute path"),
-    ],
-)
-def test_an_option_that_cannot_take_effect_is_an_error(option: str, why: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(why)):
-        ray_cli.main(["run", *NEEDED, option, *SCRIPT])
+WRONG = ["--nnodes=4:2", "--spares=-1", "--gpus=-1", "--cpus=0", "--lead=10", "--placement-timeout=0"]
 
 
 @pytest.mark.parametrize(
-    ("command", "why"),
+    ("words", "named"),
     [
-        ([], "nothing to run"),
-        (["--", "--node-rank=1", "train.py"], "it cannot be given twice"),
-        (["--", "--no-such", "train.py"], "unknown option"),
+        *(
+            (["run", *NEEDED, one, *SCRIPT], one)
+            for one in (*WRONG, "--max-node-restarts=-1", "--run-dir=gpt")
+        ),
+        (["run", *NEEDED], "train.py"),
+        (["run", *NEEDED, "--", "--node-rank=1", "train.py"], "--node-rank"),
+        (["run", *NEEDED, "--", "--no-such", "train.py"], "--no-such"),
+        (["submit", "--address=auto", *NEEDED, *SCRIPT], "http://HOST:PORT"),
     ],
 )
-def test_a_wrong_command_line_is_an_error(command: list[str], why: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(why)):
-        ray_cli.main(["run", *NEEDED, *command])
-
-
-def test_submit_needs_the_dashboard() -> None:
-    with pytest.raises(UsageError, match="http://HOST:PORT"):
-        ray_cli.main(["submit", "--address=auto", *NEEDED, *SCRIPT])
+def test_what_cannot_take_effect_is_an_error(words: list[str], named: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(named)):
+        ray_cli.main(words)

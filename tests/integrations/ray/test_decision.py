@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,14 +26,73 @@ from outlast.integrations.ray.decision import (
 )
 
 TERMS = Terms(bundles=3, fewest=2, restarts=2, lead=60.0)
+TICK = "tick"
+Turn = tuple[float, Placed | Ended | Notice | str, list[Order]]  # when, what happens, what is ordered
+ALL_FAILED: list[Turn] = [(0.0, Ended(bundle, 1), []) for bundle in range(3)]
 
 
-def running(terms: Terms = TERMS) -> RayJob:
-    job = RayJob(terms)
-    assert job.begin(0.0) == [Place(bundle) for bundle in range(terms.bundles)]
-    for bundle in range(terms.bundles):
+def ends(code: int) -> Finish:
+    return Finish(code, "any reason")
+
+
+TURNS: dict[str, list[Turn]] = {
+    "a lost node is replaced": [
+        (5.0, Ended(0, None), [Place(0)]),
+        (90.0, Placed(0), [Start(0, 3, 1)]),  # it joins at one that runs
+    ],
+    "a failure is tried again later": [
+        (5.0, Ended(1, 1), []),
+        (5.0, TICK, []),
+        (5.0 + FIRST_DELAY, TICK, [Place(1)]),
+        (16.0, Placed(1), [Start(1, 3, 0)]),
+        (17.0, Ended(1, 1), []),
+        (16.9 + 2 * FIRST_DELAY, TICK, []),
+        (17.0 + 2 * FIRST_DELAY, TICK, [Place(1)]),
+    ],
+    "when none runs, the job begins anew": [
+        *ALL_FAILED,
+        (FIRST_DELAY, TICK, [Place(0), Place(1), Place(2)]),
+        (11.0, Placed(1), [Start(1, 0, 1)]),
+        (11.0, Placed(0), [Start(0, 1, 1)]),
+    ],
+    "agents do not hold it up beyond the lead": [
+        (5.0, Ended(1, 93), [Stop(0), Stop(2)]),
+        (64.9, TICK, []),
+        (65.0, TICK, [ends(93)]),
+    ],
+    "the rest may finish": [(5.0, Ended(2, 0), []), (5.0, Ended(0, 0), []), (6.0, Ended(1, 1), [ends(0)])],
+    "a notice reaches every agent": [
+        (5.0, Notice(15), [Stop(0), Stop(1), Stop(2)]),
+        (6.0, Notice(15), []),
+        (7.0, Ended(0, 0), []),
+        (7.0, Ended(1, 0), []),
+        (7.0, Ended(2, 0), [ends(143)]),
+    ],
+    **{
+        f"{code} is final": [
+            (5.0, Ended(1, code), [Stop(0), Stop(2)]),
+            (6.0, Ended(0, 143), []),
+            (7.0, Ended(2, 0), [ends(code)]),
+        ]
+        for code in FINAL
+    },
+}
+
+
+def running() -> RayJob:
+    job = RayJob(TERMS)
+    assert job.begin(0.0) == [Place(bundle) for bundle in range(TERMS.bundles)]
+    for bundle in range(TERMS.bundles):
         assert job.handle(Placed(bundle), 0.0) == [Start(bundle, bundle, 0)]
     return job
+
+
+@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
+def test_agents_are_started_and_ended(turns: list[Turn]) -> None:
+    job = running()
+    for now, event, expected in turns:
+        orders = job.tick(now) if isinstance(event, str) else job.handle(event, now)
+        assert [ends(one.code) if isinstance(one, Finish) else one for one in orders] == expected, event
 
 
 def test_the_first_bundle_with_a_node_founds_the_job() -> None:
@@ -40,23 +100,6 @@ def test_the_first_bundle_with_a_node_founds_the_job() -> None:
     job.begin(0.0)
     assert job.handle(Placed(2), 1.0) == [Start(2, 0, 2)]
     assert job.handle(Placed(0), 2.0) == [Start(0, 1, 2)]
-
-
-def test_a_lost_node_is_replaced_at_once_and_joins_at_one_that_runs() -> None:
-    job = running()
-    assert job.handle(Ended(0, None), 5.0) == [Place(0)]
-    assert job.handle(Placed(0), 90.0) == [Start(0, 3, 1)]
-
-
-def test_a_failure_is_tried_again_later_each_time() -> None:
-    job = running()
-    assert job.handle(Ended(1, 1), 5.0) == []
-    assert job.deadline() == 5.0 + FIRST_DELAY
-    assert job.tick(5.0) == []
-    assert job.tick(15.0) == [Place(1)]
-    job.handle(Placed(1), 16.0)
-    job.handle(Ended(1, 1), 17.0)
-    assert job.deadline() == 17.0 + 2 * FIRST_DELAY
 
 
 def test_a_bundle_that_keeps_failing_is_one_node_less() -> None:
@@ -67,11 +110,10 @@ def test_a_bundle_that_keeps_failing_is_one_node_less() -> None:
         job.handle(Placed(1), 100.0)
     assert job.handle(Ended(1, 1), 100.0) == []
     assert job.deadline() == math.inf
-    orders = job.handle(Ended(2, ExitCode.RUN_FOLDER_UNUSABLE), 100.0)
-    assert orders == [Stop(0)]
-    assert job.handle(Ended(0, 143), 110.0) == [
-        Finish(ExitCode.RUN_FOLDER_UNUSABLE, "1 of 3 bundles are left, 2 are needed")
-    ]
+    assert job.handle(Ended(2, ExitCode.RUN_FOLDER_UNUSABLE), 100.0) == [Stop(0)]
+    (order,) = job.handle(Ended(0, 143), 110.0)
+    assert isinstance(order, Finish)
+    assert order.code == ExitCode.RUN_FOLDER_UNUSABLE
 
 
 def test_a_long_run_is_no_failure_in_a_row() -> None:
@@ -83,47 +125,6 @@ def test_a_long_run_is_no_failure_in_a_row() -> None:
         now = job.deadline()
         assert job.tick(now) == [Place(1)]
         job.handle(Placed(1), now)
-
-
-def test_when_none_runs_the_job_begins_anew() -> None:
-    job = running()
-    for bundle in range(3):
-        job.handle(Ended(bundle, 1), 0.0)
-    assert job.tick(FIRST_DELAY) == [Place(0), Place(1), Place(2)]
-    assert job.handle(Placed(1), 11.0) == [Start(1, 0, 1)]
-    assert job.handle(Placed(0), 11.0) == [Start(0, 1, 1)]
-
-
-def test_a_final_exit_code_ends_all() -> None:
-    for code in FINAL:
-        job = running()
-        assert job.handle(Ended(1, code), 5.0) == [Stop(0), Stop(2)]
-        assert job.deadline() == 5.0 + TERMS.lead
-        assert job.handle(Ended(0, 143), 6.0) == []
-        assert job.handle(Ended(2, 0), 7.0) == [Finish(code, f"bundle 1: exit code {code} is final")]
-
-
-def test_agents_that_do_not_end_are_not_waited_for_beyond_the_lead() -> None:
-    job = running()
-    job.handle(Ended(1, 93), 5.0)
-    assert job.tick(64.9) == []
-    assert [type(order) for order in job.tick(65.0)] == [Finish]
-
-
-def test_the_job_is_done_when_the_fewest_nodes_are_and_the_rest_may_finish() -> None:
-    job = running()
-    assert job.handle(Ended(2, 0), 5.0) == []
-    assert job.handle(Ended(0, 0), 5.0) == []
-    assert job.handle(Ended(1, 1), 6.0) == [Finish(0, "2 agents finished")]
-
-
-def test_a_notice_reaches_every_agent() -> None:
-    job = running()
-    assert job.handle(Notice(15), 5.0) == [Stop(0), Stop(1), Stop(2)]
-    assert job.handle(Notice(15), 6.0) == []
-    job.handle(Ended(0, 0), 7.0)
-    job.handle(Ended(1, 0), 7.0)
-    assert job.handle(Ended(2, 0), 7.0) == [Finish(143, "signal 15 came")]
 
 
 EVENTS = st.lists(

@@ -31,8 +31,12 @@ def batch(**changed: object) -> BatchFile:
     return BatchFile(**{**fields, **changed})  # type: ignore[arg-type]
 
 
+def without_comments(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("# ")]
+
+
 def test_the_file_is_the_golden_one() -> None:
-    assert render(batch()) == GOLDEN.read_text()
+    assert without_comments(render(batch())) == without_comments(GOLDEN.read_text())
 
 
 @pytest.mark.parametrize("save_seconds", [1.0, 200.0])
@@ -41,56 +45,42 @@ def test_the_lint_finds_nothing_in_it(save_seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed", "named"),
     [
-        ({"lead": 30.0}, "--lead=30: expected 60 or more"),
-        ({"time": "7"}, "--time=7: 420 s, and the signal comes 240 s"),
-        ({"time": "tomorrow"}, "--time='tomorrow': expected minutes"),
-        ({"nodes": 0}, "--nodes=0: expected a positive number"),
-        ({"directives": ("--signal=USR1@60",)}, "--signal=USR1@60: the file says that already"),
-        ({"directives": ("mem=1G\nrm x",)}, "expected one line"),
-        ({"run_dir": "/shared/my runs"}, "--run-dir=/shared/my runs: a space"),
+        ({"lead": 30.0}, ["--lead=30"]),
+        ({"time": "7"}, ["--time=7", "420", "240"]),
+        ({"time": "tomorrow"}, ["--time='tomorrow'"]),
+        ({"nodes": 0, "lead": 30.0}, ["--nodes=0", "--lead=30"]),
+        ({"directives": ("--signal=USR1@60",)}, ["--signal=USR1@60"]),
+        ({"directives": ("mem=1G\nrm x",)}, ["mem=1G"]),
+        ({"run_dir": "/shared/my runs"}, ["--run-dir=/shared/my runs"]),
     ],
 )
-def test_what_would_be_wrong_is_refused(changed: dict[str, object], expected: str) -> None:
-    with pytest.raises(UsageError, match=r".") as refusal:
-        render(batch(**changed))
-    assert expected in str(refusal.value)
-
-
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_would_be_wrong_is_refused_at_once(changed: dict[str, object], named: list[str]) -> None:
     with pytest.raises(UsageError) as refusal:
-        render(batch(lead=30.0, nodes=0))
-    assert "--lead=30" in str(refusal.value)
-    assert "--nodes=0" in str(refusal.value)
+        render(batch(**changed))
+    assert [one for one in named if one not in str(refusal.value)] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:00", 7200),
-        ("1-0", 86400),
-        ("1-2:03:04", 93784),
-        ("UNLIMITED", None),
-    ],
-)
+TIMES = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-0": 86400, "1-2:03:04": 93784, "UNLIMITED": None}
+
+
+@pytest.mark.parametrize(("text", "seconds"), TIMES.items())
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: float | None) -> None:
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
-    "option", ["--shutdown-timeout=5", "--ft-workers_stop_timeout", "--shutdown_timeout"]
+    ("words", "options", "added"),
+    [
+        *(((one, "train.py"), 1, ()) for one in ("--shutdown-timeout=5", "--ft-workers_stop_timeout")),
+        (("train.py", "--shutdown-timeout=5"), 0, ("--ft-workers-stop-timeout=150",)),  # the script's own
+    ],
 )
-def test_a_stop_timeout_of_the_users_own_is_kept(option: str) -> None:
-    command = (option, "train.py")
-    assert with_stop_timeout(command, 1, 180.0) == command
-
-
-def test_an_option_of_the_script_is_not_the_launchers() -> None:
-    found = with_stop_timeout(("train.py", "--shutdown-timeout=5"), 0, 180.0)
-    assert found == ("--ft-workers-stop-timeout=150", "train.py", "--shutdown-timeout=5")
+def test_a_stop_timeout_is_added_unless_the_user_has_one(
+    words: tuple[str, ...], options: int, added: tuple[str, ...]
+) -> None:
+    assert with_stop_timeout(words, options, 180.0) == (*added, *words)
 
 
 def test_a_dry_run_prints_and_writes_nothing(
@@ -124,18 +114,23 @@ def test_a_wrong_command_line_is_refused_on_the_login_node(words: list[str], cod
     assert cli.main(["slurm", "submit", "--dry-run", *words]) == code
 
 
-def test_without_slurm_the_message_names_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (["submit", "--", "--run-dir=x", "-m", "x"], ExitCode.FAILED, "sbatch"),
+        (["supervise", "--run-dir=x", "--", "train.py"], ExitCode.USAGE, "SLURM_JOB_ID"),
+    ],
+)
+def test_what_is_missing_of_slurm_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: ExitCode,
+    named: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ["--", "--run-dir", str(tmp_path / "run"), "-m", "x"]
-    assert cli.main(["slurm", "submit", *words]) == ExitCode.FAILED
-    assert "sbatch: no such program in PATH; expected the id of a new job" in capsys.readouterr().err
-
-
-def test_supervise_outside_of_a_job_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert cli.main(["slurm", "supervise", "--run-dir=x", "--", "train.py"]) == ExitCode.USAGE
-    assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
+    assert cli.main(["slurm", *words]) == code
+    assert named in capsys.readouterr().err

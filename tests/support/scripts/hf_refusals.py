@@ -53,16 +53,16 @@ def refused(words, kind=OutlastTrainer, resume="outlast", callbacks=(), evaluate
 
 
 refused('trainer.train(resume_from_checkpoint="outlast")', Trainer, None, [Restores()])
-refused("__main__.Overrides overrides _save_checkpoint", Mixed)
-refused("ignore_data_skip begins the epoch's data again", ignore_data_skip=True)
+refused("__main__.Overrides", Mixed)
+refused("ignore_data_skip", ignore_data_skip=True)
 
 
 class Keeps(OutlastTrainer):
     checkpoint_options = outlast.CheckpointOptions(keep_last_n=5)
 
 
-refused("both say how many checkpoints are kept", Keeps, save_total_limit=2)
-refused("save_only_model cannot be resumed from", save_only_model=True)
+refused("save_total_limit", Keeps, save_total_limit=2)
+refused("save_only_model", save_only_model=True)
 data = [{"x": torch.ones(1)}] * 4
 best = {"eval_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
 refused("load_best_model_at_end", evaluated=data, **best)

@@ -44,13 +44,13 @@ assert store.load_checkpoint(last, weights_only=True) == {"global_step": 3}, "th
 assert (folder / "last.ckpt.damaged").exists()
 
 damage(first)
-with pytest.raises(NoUsableCheckpoint, match="Name another checkpoint"):
+with pytest.raises(NoUsableCheckpoint, match=first.name):
     store.load_checkpoint(first)
 assert first.exists(), "what was named is not put aside"
 store.save_checkpoint({"global_step": 7}, last)
 for text in ("", "7", "{}", "[" * 100_000):
     (folder / ".last.ckpt.digests.json").write_text(text)
-    with pytest.raises(NoUsableCheckpoint, match="No other"):
+    with pytest.raises(NoUsableCheckpoint, match=last.name):
         store.load_checkpoint(last)
     (folder / "last.ckpt.damaged").rename(last)
 (folder / ".last.ckpt.digests.json").write_text("[" * 100_000)
@@ -68,7 +68,7 @@ assert store.load_checkpoint(first, weights_only=True) == {"global_step": 9}, "a
 assert store.load_checkpoint(link, weights_only=True) == {"global_step": 10}
 store.remove_checkpoint(first)
 assert not list(folder.glob(f"*{first.name}*digests*"))
-with pytest.raises(UsageError, match="found a URL"):
+with pytest.raises(UsageError, match="s3://bucket"):
     store.save_checkpoint({}, "s3://bucket/last.ckpt")
 
 

@@ -138,9 +138,9 @@ assert files() == ["step=8.ckpt.stale", "step=9.ckpt.stale"], "the newest two"
 trainer = pl.Trainer(
     accelerator="cpu", callbacks=[LocalCheckpointCallback(every_n_train_steps=1)], logger=False
 )
-with pytest.raises(UsageError, match="nothing says where"):
+with pytest.raises(UsageError, match="update_trainer_local_checkpoint_io"):
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 2)))
-with pytest.raises(UsageError, match="local_ckpt_algo='atomic' has no effect"):
+with pytest.raises(UsageError, match="local_ckpt_algo='atomic'"):
     update_trainer_local_checkpoint_io(trainer, str(folder), iteration_of, local_ckpt_algo="atomic")
-with pytest.raises(UsageError, match="speed=1 has no effect"):
+with pytest.raises(UsageError, match="speed=1"):
     update_trainer_local_checkpoint_io(trainer, str(folder), iteration_of, allow_cache=False, speed=1)

@@ -65,26 +65,26 @@ def refused(words: str, **options: Any) -> None:
         manager(**options)
 
 
-refused("checkpoint.enable=False: nothing would be saved", enable=False)
-refused("checkpoint.load_only=True: nothing would be saved", load_only=True)
+refused("checkpoint.enable=False", enable=False)
+refused("checkpoint.load_only=True", load_only=True)
 refused("checkpoint.exclude_from_loading=['dataloader']", exclude_from_loading=["dataloader"])
-refused("give async_mode='async' or 'disabled'", async_mode="async_with_pinned_mem")
-refused("checkpoint.folder='gs://bucket/run': found a URL", folder="gs://bucket/run")
-with pytest.raises(UsageError, match="found a checkpoint of Another, expected CheckpointManager"):
+refused("async_mode", async_mode="async_with_pinned_mem")
+refused("checkpoint.folder='gs://bucket/run'", folder="gs://bucket/run")
+with pytest.raises(UsageError, match=r"Another.*CheckpointManager"):
     checkpoints(Another.Config())
-with pytest.raises(UsageError, match="load_step=3: every restart would go back to it"):
+with pytest.raises(UsageError, match="load_step=3"):
     manager().load(step=3)
 
 # A folder of torchtitan's own, and one whose only checkpoint is damaged, are no reason to begin anew.
 manager(CheckpointManager, folder="theirs").save(1)
-with pytest.raises(NoUsableCheckpoint, match="theirs: found step-1, expected one that is whole"):
+with pytest.raises(NoUsableCheckpoint, match=r"theirs.*step-1"):
     manager(folder="theirs").load()
 begun = manager(folder="mine", initial_load_path=str(folder / "theirs" / "step-1"))
 assert begun.load()
 manager(folder="broken").save(1)
 (data, *_) = (folder / "broken" / "step-1").glob("*.distcp")
 data.write_bytes(data.read_bytes()[:-1])
-with pytest.raises(NoUsableCheckpoint, match="broken: found step-1, expected one that is whole"):
+with pytest.raises(NoUsableCheckpoint, match=r"broken.*step-1"):
     manager(folder="broken").load()
 
 # The last checkpoint has weights alone, so a run that was killed after it goes on from the one before.
