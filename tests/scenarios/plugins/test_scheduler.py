@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from outlast import plugins
 from tests.support.launching import DEADLINE
 from tests.support.plugging import documented, install
 from tests.support.ports import free_port
@@ -17,7 +16,7 @@ from tests.support.ports import free_port
 SCRIPT = "import os, sys; print(os.environ['RANK'], os.environ['OUTLAST_NODE']); sys.exit({code})"
 
 
-def allocation(folder: Path, code: int, words: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+def allocation(folder: Path, code: int) -> list[subprocess.Popen[str]]:
     """Start the same command on two nodes of a farm."""
     first, ends = f"127.0.0.1:{free_port()}", str(time.time() + 3600)
     farm = {"FARM_JOB": "j1", "FARM_NODES": "2", "FARM_FIRST": first, "FARM_ENDS": ends}
@@ -30,14 +29,10 @@ def allocation(folder: Path, code: int, words: tuple[str, ...] = ()) -> list[sub
         "--run-dir=run",
         "--max-restarts=0",
     ]
-    command += [*words, "--no-python", sys.executable, "-c", SCRIPT.format(code=code)]
-    here = {**os.environ, "PYTHONPATH": str(folder / "site")}
-    return [
-        subprocess.Popen(
-            command, cwd=folder, env={**here, **farm, "FARM_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
+    command += ["--no-python", sys.executable, "-c", SCRIPT.format(code=code)]
+    here = {**os.environ, **farm, "PYTHONPATH": str(folder / "site")}
+    how = {"cwd": folder, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(command, env={**here, "FARM_RANK": rank}, **how) for rank in ("0", "1")]
 
 
 def ended(nodes: list[subprocess.Popen[str]]) -> tuple[int, str]:
@@ -47,11 +42,11 @@ def ended(nodes: list[subprocess.Popen[str]]) -> tuple[int, str]:
 
 
 def test_nodes_come_from_a_registered_scheduler_and_it_gets_the_job_back(tmp_path: Path) -> None:
-    install(tmp_path / "site", plugins.SCHEDULERS, "farm", documented("add-a-scheduler.md", "Farm"), "Farm")
+    install(tmp_path / "site", "outlast.schedulers", "farm", documented("add-a-scheduler.md", "Farm"), "Farm")
     code, said = ended(allocation(tmp_path, code=1))
     assert code == 0, said  # what requeue() returned
     asked = tmp_path / "requeue-j1"
-    assert asked.read_text().startswith("failed with exit code 1"), said
+    assert "exit code 1" in asked.read_text(), said
     asked.unlink()
     code, said = ended(allocation(tmp_path, code=0))
     assert code == 0, said
@@ -65,7 +60,4 @@ def test_a_process_outside_of_the_scheduler_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "outlast", "run", "--scheduler=slurm", "train.py"]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=outside, check=False)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "outlast run: --scheduler=slurm: this process is in no job of slurm; nothing was started\n",
-    )
+    assert (done.returncode, "--scheduler=slurm" in done.stderr) == (2, True)

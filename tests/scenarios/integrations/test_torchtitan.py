@@ -1,4 +1,4 @@
-"""torchtitan's own train.py, killed in a save; it goes on from its newest whole checkpoint."""
+"""torchtitan's own checkpoints, after a stop and a preemption; and what its trainer refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.errors import ExitCode
-from tests.support.frameworks import alone, job, lines_of, reached
+from tests.support.frameworks import alone, job, reached
 from tests.support.launching import running, until
 
 pytestmark = [
@@ -36,42 +35,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found(folder, "weights")
 
 
-@pytest.mark.parametrize(
-    ("ways", "resumed"), [("none", "6"), ("async", "6"), ("damaged", "3"), ("plain", "6")]
-)
-def test_a_killed_job_ends_bit_for_bit_as_if_it_had_not_been(
-    tmp_path: Path, undisturbed: list[str], ways: str, resumed: str
-) -> None:
-    folder = tmp_path / "job"
-    with running(job(folder, SCRIPT, ways, fatal=9)) as run:
-        assert run.finish() == 0, run.console()
-    assert len(run.records("fault_seen")) == 1
-    assert found(folder, "resumed") == [resumed] * 2
-    assert found(folder, "weights") == undisturbed
-    saved = {one["step"] for one in run.records("script_saved")}
-    assert saved == set() if ways == "plain" else saved >= {9, 12}
-
-
-def test_a_preempted_job_goes_on_with_the_same_command(tmp_path: Path, undisturbed: list[str]) -> None:
-    folder = tmp_path / "job"
-    run = job(folder, SCRIPT, "none", pace=0.3)
-    with running(run):
-        until(reached(folder / "steps-0", 4), run.console)
-        os.kill(run.pids()[1], signal.SIGTERM)
-        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
-    steps = [lines_of(folder / f"steps-{rank}")[-1] for rank in (0, 1)]
-    assert steps[0] == steps[1] != "12", "all ranks stop after the same step"
-    with running(run):
-        assert run.finish() == 0, run.console()
-    assert found(folder, "resumed") == steps
-    assert found(folder, "weights") == undisturbed
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "preempted"])
 def test_torchtitans_own_checkpoints_are_gone_on_from(
     tmp_path: Path, undisturbed: list[str], stopped: bool
 ) -> None:
-    """What was done since the last one is repeated, after the launcher was told to end, too."""
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "plain", pace=0.5, options=("--ft-rank-heartbeat-timeout", "30"))
     with running(run):

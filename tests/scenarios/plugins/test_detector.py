@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outlast import plugins
 from tests.support.launching import Run, running, until
 from tests.support.plugging import documented, install
 
@@ -19,9 +18,8 @@ def waiting(folder: Path) -> Run:
 
 
 def test_a_fault_of_a_registered_detector_restarts_the_job(tmp_path: Path) -> None:
-    path = install(
-        tmp_path / "site", plugins.DETECTORS, "smoke", documented("add-a-detector.md", "Smoke"), "Smoke"
-    )
+    smoke = documented("add-a-detector.md", "Smoke")
+    path = install(tmp_path / "site", "outlast.detectors", "smoke", smoke, "Smoke")
     flag = tmp_path / "flag"
     with running(waiting(tmp_path), PYTHONPATH=path, SMOKE_FLAG=str(flag)) as run:
         run.pids(1)
@@ -30,16 +28,16 @@ def test_a_fault_of_a_registered_detector_restarts_the_job(tmp_path: Path) -> No
         (tmp_path / "go").touch()
         assert run.finish() == 0, run.console()
     fault, action = run.records("fault_seen")[0], run.records("action_taken")[0]
-    assert (fault["rank"], fault["reason"]) == (0, f"{flag} was there")
+    assert (fault["rank"], str(flag) in fault["reason"]) == (0, True)
     assert fault["evidence"]["detector"] == "smoke"
     assert action["action"] == "restart-in-job"
 
 
 def test_a_detector_that_raises_is_disabled_and_the_job_goes_on(tmp_path: Path) -> None:
     source = "class Broken:\n    name = 'broken'\n    def poll(self, now, node):\n        return 1 / 0\n"
-    path = install(tmp_path / "site", plugins.DETECTORS, "broken", source, "Broken")
+    path = install(tmp_path / "site", "outlast.detectors", "broken", source, "Broken")
     with running(waiting(tmp_path), PYTHONPATH=path) as run:
-        until(lambda: "detector broken is disabled: ZeroDivisionError" in run.console(), run.console)
+        until(lambda: "ZeroDivisionError" in run.console(), run.console)
         (tmp_path / "go").touch()
         assert run.finish() == 0, run.console()
     assert run.records("fault_seen") == []

@@ -9,34 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from outlast.errors import ExitCode
-from outlast.integrations.lightning import callbacks
+import pytest
+
 from tests.support.frameworks import alone, job, needs, reached
 from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 
 pytestmark = needs("lightning")
 SCRIPT = "lightning_trainer.py"
-SHARDS = "lightning_torchdata.py"
-TWO = ("--nproc-per-node", "2")
-
-
-def weights(folder: Path) -> list[str]:
-    found = [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]
-    assert [one["step"] for one in found] == [16, 16]
-    return [one["weights"] for one in found]
+PREEMPTED = 75
 
 
 def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Path) -> None:
     """Gradients of two batches make a step; it saves after every third."""
-    folder = tmp_path / "job"
-    with running(job(folder, SCRIPT, "explicit", fatal=5)) as run:
+    with running(job(tmp_path / "job", SCRIPT, "explicit", fatal=5)) as run:
         assert run.finish() == 0, run.console()
-    assert "OutlastCallback: ignored" not in run.console(), "the attached one gives way to the script's"
+    assert "OutlastCallback" not in run.console(), "the attached one gives way to the script's"
     (fault,) = run.records("fault_seen")
     assert fault["step"] in (4, 5)  # of the slowest rank
     assert fault["source"] != "counted"
     assert {3, 6, 9, 12, 15} <= {one["step"] for one in run.records("script_saved")}
-    assert weights(folder)
 
 
 def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
@@ -45,7 +36,7 @@ def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
     with running(run):
         until(reached(folder / "steps-0", 8), run.console)
         os.kill(run.pids()[1], signal.SIGTERM)
-        assert run.finish() == int(ExitCode.PREEMPTED), run.console()
+        assert run.finish() == PREEMPTED, run.console()
     steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]
     assert steps[0] == steps[1] < 16, "all ranks stop after the same step"
     import torch
@@ -59,38 +50,29 @@ def test_damage_is_found_and_the_newest_whole_checkpoint_is_loaded(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_stored_checkpoints_are_resumed_from_bit_for_bit(tmp_path: Path) -> None:
-    with running(job(tmp_path / "quiet", SCRIPT, "both")) as run:
-        assert run.finish() == 0, run.console()
-    said = json.loads((tmp_path / "quiet" / "counts-0").read_text())
-    assert said["gathered"] == said["saves"] > 0, "once for each save, though there are two callbacks"
-    folder = tmp_path / "job"
-    with running(job(folder, SCRIPT, "stored", fatal=7)) as run:
-        assert run.finish() == 0, run.console()
-    assert len(run.records("fault_seen")) == 1
-    assert weights(folder) == weights(tmp_path / "quiet")
+LOADERS = (
+    *("shuffled", "generator", "weighted", "own sampler", "stream", "workers", "persistent"),
+    *("torchdata", "torchdata, workers", "torchdata, placed"),
+)
 
 
-LOADERS = ("shuffled", "generator", "weighted", "own sampler", "stream", "workers", "persistent")
-OF_TORCHDATA = ("torchdata", "torchdata, workers", "torchdata, placed")
-
-
+@pytest.mark.long
 @needs("torchdata")
 def test_a_fit_goes_on_with_the_same_samples_whatever_its_loader(tmp_path: Path) -> None:
     """Fits are left within epochs, and after the last batch of one."""
-    kinds = (*LOADERS, *OF_TORCHDATA)
-    command = [sys.executable, str(SCRIPTS / "lightning_places.py"), str(tmp_path), *kinds]
+    command = [sys.executable, str(SCRIPTS / "lightning_places.py"), str(tmp_path), *LOADERS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found = {one["kind"]: one["found"] for one in map(json.loads, lines)}
-    assert set(found) == set(kinds)
+    assert set(found) == set(LOADERS)
     for kind, fits in found.items():
         quiet = fits.pop("()")
         assert [len(batch or ()) for batch in quiet[1]] == [4, 4, 4, 4, 4, 2] * 3, kind
         assert all(each == quiet for each in fits.values()), kind
 
 
+@pytest.mark.long
 @needs("torchdata")
 def test_ranks_with_torchdatas_loader_are_killed_and_see_each_sample_once(tmp_path: Path) -> None:
     """An epoch has 5 steps; it saves after steps 8 and 10. One kill is within an epoch, one after it."""
@@ -98,7 +80,8 @@ def test_ranks_with_torchdatas_loader_are_killed_and_see_each_sample_once(tmp_pa
     for fatal in ("-1", "9,10"):
         folder = tmp_path / fatal
         folder.mkdir()
-        with running(Run(folder / "run", SHARDS, str(folder), fatal, options=TWO)) as run:
+        words = ("lightning_torchdata.py", str(folder), fatal)
+        with running(Run(folder / "run", *words, options=("--nproc-per-node", "2"))) as run:
             assert run.finish() == 0, run.console()
         seen: dict[int, list[int]] = {}
         for rank in (0, 1):
@@ -123,9 +106,6 @@ def test_another_fit_does_not_begin_with_the_checkpoint_of_the_one_before(tmp_pa
 
 
 def test_outside_of_the_launcher_nothing_is_attached(tmp_path: Path) -> None:
-    before = set(sys.modules)
-    assert callbacks() == []
-    assert not {name for name in set(sys.modules) - before if "lightning" in name and "outlast" not in name}
     done = alone(tmp_path / "job", SCRIPT, "explicit")
     assert done.returncode == 0, done.stderr
     assert "outlast" not in (done.stdout + done.stderr).replace("from entry point 'outlast'", "")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from outlast.observe.policy.goodput import fold
-from outlast.observe.report import read_log
 from tests.support.frameworks import ENVIRONMENT, job, lines_of, reached, skip_without
-from tests.support.launching import running, until
+from tests.support.launching import DEADLINE, running, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,7 +52,13 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+SHORT = "torch.save, announced"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == SHORT else pytest.mark.long) for name in WAYS],
+)
 def way(request: pytest.FixtureRequest) -> Way:
     found = WAYS[request.param]
     skip_without(found.needs)
@@ -101,9 +107,11 @@ def test_a_killed_job(tmp_path: Path, way: Way, undisturbed: str) -> None:
     resumed = [one["resumed"] for one in run.records("progress") if one["resumed"] >= 0]
     assert resumed or not way.agrees
     if resumed:
-        (incident,) = fold(read_log(run.folder).records).incidents
         assert (resumed[0], resumed[-1] % way.interval) == (0, 0)
-        assert incident.steps_lost == incident.step - resumed[-1] <= way.interval
+        command = [sys.executable, "-m", "outlast", "report", str(run.folder), "--json"]
+        report = subprocess.run(command, capture_output=True, timeout=DEADLINE, check=True).stdout
+        (incident,) = json.loads(report)["incidents"]
+        assert incident["steps_lost"] == incident["step"] - resumed[-1] <= way.interval
 
 
 def test_a_job_with_a_stopped_rank(tmp_path: Path, way: Way, undisturbed: str) -> None:

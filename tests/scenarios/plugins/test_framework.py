@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from outlast import plugins
-from outlast.errors import UsageError
-from outlast.integrations.frameworks import follow
 from tests.support.launching import Run, running
 from tests.support.plugging import documented, install
 
@@ -50,24 +47,14 @@ print(json.dumps([trainer.step, trainer.model.weight[0, 0].item()]), file=open(s
 
 
 def test_a_registered_framework_is_restored_and_goes_on(tmp_path: Path) -> None:
-    path = install(
-        tmp_path, plugins.FRAMEWORKS, "tinyfit", documented("add-a-framework.md", "TinyFit"), "TinyFit"
-    )
+    source = documented("add-a-framework.md", "TinyFit")
+    path = install(tmp_path, "outlast.frameworks", "tinyfit", source, "TinyFit")
     (tmp_path / "tinyfit.py").write_text(TINYFIT)
     (tmp_path / "train.py").write_text(SCRIPT)
-    with running(
-        Run(tmp_path / "run", str(tmp_path / "train.py"), str(tmp_path / "said")), PYTHONPATH=path
-    ) as run:
+    job = Run(tmp_path / "run", str(tmp_path / "train.py"), str(tmp_path / "said"))
+    with running(job, PYTHONPATH=path) as run:
         assert run.finish() == 0, run.console()
     said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
     assert [step for step, _ in said] == [0, 7, 10]
     assert [weight for _, weight in said] == pytest.approx([0.0, -0.7, -1.0])
     assert run.records("first_step")[0]["source"] == "session"
-
-
-def test_a_trainer_that_nobody_knows_is_refused() -> None:
-    with (
-        pytest.raises(UsageError, match=r"no framework knows a builtins\.dict; registered are none"),
-        follow({}),
-    ):
-        pass
