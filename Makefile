@@ -1,9 +1,10 @@
 # Each target starts from a fresh clone with Python 3.10 or newer and make, and nothing else.
 #
 #   make demo     train through four faults and compare bit for bit with a run without them
-#   make test     the whole test suite
+#   make test     the tests that show that each capability works
+#   make test-all   these and the long ones: parity, frameworks, Slurm, Ray, hosts, attacks, campaigns
 #   make lint     format, lint, types, layers
-#   make check    lint and the fast tests, before each commit
+#   make check    lint and the tests that start no job, before each commit
 #   make site     the documentation as a web site in site/
 #   make bench    list the benchmarks
 #   make test-gpu   the tests that need a GPU, each in a process of its own; VENV names one whose torch knows it
@@ -23,17 +24,14 @@ TORCH ?= $(OURS)
 OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy|cfn-lint)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
-SIDE_BY_SIDE := -n auto --dist loadfile
-# Tests that start jobs or clusters mostly wait, so three run at a time.
-THREE_AT_A_TIME := -n 3 --dist loadfile
-JOB_TESTS := $(wildcard tests/*/jobs) tests/scenarios tests/adversary tests/chaos
-CLUSTER_TESTS := tests/clusters
-ALL_BUT_THOSE := $(addprefix --ignore=,$(JOB_TESTS) $(CLUSTER_TESTS))
+# Tests that start jobs mostly wait, so twice as many run at a time as there are processors.
+PYTEST = $(VENV)/bin/python -m pytest -q --dist loadfile -n $$((2 * $$(nproc)))
+LAUNCHED := tests/scenarios $(wildcard tests/*/jobs) tests/adversary tests/chaos tests/transcripts
 
 # Types of the benchmarks: only whether the names that they use exist; other projects are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
 
-.PHONY: help demo test lint check site bench test-gpu bench-gpu matrix clean
+.PHONY: help demo test test-long test-all lint check site bench test-gpu bench-gpu matrix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,10 +48,16 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(VENV)/bin/outlast demo
 
+# Processes of tests start faster where the modules are compiled.
 test: $(READY)
-	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
-	$(VENV)/bin/python -m pytest $(JOB_TESTS) -q $(THREE_AT_A_TIME)
-	$(VENV)/bin/python -m pytest $(CLUSTER_TESTS) -q $(THREE_AT_A_TIME)
+	$(VENV)/bin/python -m compileall -q src tests
+	$(PYTEST) -m "not long" tests
+
+test-long: $(READY)
+	$(VENV)/bin/python -m compileall -q src tests
+	$(PYTEST) -m long tests
+
+test-all: test test-long
 
 lint: $(READY)
 	$(VENV)/bin/ruff format --check --quiet .
@@ -63,7 +67,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 check: lint
-	$(VENV)/bin/python -m pytest tests -q $(ALL_BUT_THOSE) $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not long" tests $(addprefix --ignore=,$(LAUNCHED))
 
 # The variable switches off a notice about MkDocs 2, which constraints.txt rules out.
 site: $(READY)

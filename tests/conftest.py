@@ -10,8 +10,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.leftovers import set_apart
 from tests.support.opened import closed_at_end
 
+set_apart()
+
+LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts", "doctor"}
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":
     os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**32))  # the same for parallel workers
@@ -29,6 +33,11 @@ settings.load_profile("outlast")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-transcripts", action="store_true", help="write what is printed into them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what starts jobs first: it mostly waits, and the rest fills the processors meanwhile."""
+    items.sort(key=lambda item: not LAUNCHED.intersection(item.path.parts))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
+
+_AT_THE_START = ("PYTHON", "OMP", "LD_", "MALLOC")  # what an interpreter and torch read as they start
+PYTHON = [sys.executable, "-m"]
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE = 180.0  # seconds for anything at all: a loaded machine imports torch slowly
 
@@ -30,14 +34,24 @@ def until(condition: Callable[[], Any], what: str | Callable[[], str], deadline:
 
 
 class Run:
-    """A launcher under test and its run folder."""
+    """A launcher under test and its run folder.
 
-    def __init__(self, folder: Path, script: str, *args: str, options: tuple[str, ...] = ()) -> None:
+    Args:
+        folder: of the run.
+        script: a name in tests/support/scripts, or a path.
+        args: of the script.
+        options: of ``outlast run``.
+        cold: a new interpreter, and one for its zygote; else both are forks (tests/support/warm).
+    """
+
+    def __init__(
+        self, folder: Path, script: str, *args: str, options: tuple[str, ...] = (), cold: bool = False
+    ) -> None:
         self.folder = folder
+        self.cold = cold
         self.output = folder.parent / f"{folder.name}.console"
         self.command = [
-            sys.executable,
-            "-m",
+            *PYTHON,
             "outlast",
             "run",
             "--run-dir",
@@ -46,10 +60,14 @@ class Run:
             str(SCRIPTS / script) if (SCRIPTS / script).exists() else script,
             *args,
         ]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | warm.Warm | None = None
 
     def start(self, **environment: str) -> Run:
         with open(self.output, "ab") as file:
+            alike = not any(name.startswith(_AT_THE_START) for name in environment)
+            if alike and not self.cold and self.command[:2] == PYTHON:
+                self.process = warm.start(self.command[1:], file, file, environment)
+                return self
             self.process = subprocess.Popen(
                 self.command,
                 stdout=file,

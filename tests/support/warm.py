@@ -2,12 +2,16 @@
 
 A rank or a script that imports torch on its own costs two seconds of a processor, which is most of what many
 tests take. What is about the start itself (an import, a signal before torch is there) starts cold.
+
+``python -m outlast`` starts here, too. Its first zygote is a fork with torch as well, a child of the launcher
+as any other: in its process, ``subprocess.Popen`` has that fork go on as the zygote.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -21,17 +25,13 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 MESSAGE_BYTES = 1 << 18
-IMPORTS = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.nn.parallel",
-    "torch.profiler",
-    "outlast.worker.session",
-)
+IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.profiler", "outlast.cli")
+AGENT = ("outlast.launcher.agent", "outlast.launcher.command.launch")
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 class Warm:
@@ -67,6 +67,10 @@ class Warm:
         """Send SIGKILL unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """Send SIGTERM unless it has ended."""
+        self.send_signal(signal.SIGTERM)
+
 
 def start(
     command: Sequence[str | Path],
@@ -75,7 +79,10 @@ def start(
     environment: Mapping[str, str] | None = None,
     new_session: bool = False,
 ) -> Warm:
-    """Run a script with its arguments; ``environment`` is on top of this process's."""
+    """Run a script with its arguments, or ("-m", "outlast", ...); ``environment`` is on top of this one.
+
+    It is killed when this process ends.
+    """
     return _forker().start(command, stdout, stderr, environment or {}, new_session)
 
 
@@ -110,6 +117,7 @@ class _Forker:
             start_new_session=True,
         )
         theirs.close()
+        self.pid = self._process.pid
         self._socket = ours
         self._ended: dict[int, int] = {}
         atexit.register(self._close)
@@ -159,6 +167,11 @@ class _Forker:
 @functools.cache
 def _forker() -> _Forker:
     return _Forker()
+
+
+def forker_pid() -> int:
+    """Return the process that forks, 0 when there is none yet."""
+    return _forker().pid if _forker.cache_info().currsize else 0
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
@@ -211,28 +224,108 @@ def _main() -> None:
     import random
     import threading
 
+    before = frozenset(sys.modules)
+    sys.path[0:1] = []
     channel = socket.socket(fileno=int(sys.argv[1]))
-    for name in IMPORTS:
+    from outlast.worker import zygote
+
+    zygote._BEFORE = before
+    loaded, obstacle, _ = zygote.load(list(IMPORTS), "", [])
+    for name in AGENT:
         importlib.import_module(name)
+    assert not obstacle
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
+    forker = os.getpid()
     order = _serve(channel)
+    _die_with(forker)
     if order["new_session"]:
         os.setsid()
     os.chdir(order["folder"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    if order["argv"][:2] == ["-m", "outlast"]:
+        _launch(order, zygote, loaded)
+    _environment(order["environment"])
     random.seed()
     sys.modules["torch"].default_generator.seed()
     sys.argv[:] = order["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
     if "PYTHONPATH" in order["environment"]:
         sys.path[1:1] = order["environment"]["PYTHONPATH"].split(os.pathsep)
     main = types.ModuleType("__main__")
     main.__dict__["__file__"] = sys.argv[0]
     sys.modules["__main__"] = main
     exec(compile(Path(sys.argv[0]).read_text(), sys.argv[0], "exec", dont_inherit=True), main.__dict__)
+
+
+def _environment(found: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(found)
+
+
+def _die_with(parent: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _launch(order: Mapping[str, Any], zygote: Any, loaded: Any) -> NoReturn:
+    """Go on as a launcher, with a child that waits to become its first zygote."""
+    import threading
+
+    launcher = os.getpid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        _become_zygote(theirs, launcher, zygote, loaded)
+    theirs.close()
+    unused = [child]
+    popen = subprocess.Popen
+
+    def begin(command: Sequence[str], **options: Any) -> Any:
+        words = list(map(str, command))
+        is_first = unused and len(words) > 3 and words[2].endswith("worker/zygote.py")
+        told = json.loads(words[3]) if is_first else {}
+        if not is_first or told["plan"] or told["preload"]:
+            return popen(command, **options)
+        message = {"argv": words[2:], "environment": options["env"], "channel": told["channel"]}
+        socket.send_fds(ours, [json.dumps(message).encode()], [told["channel"]])
+        ours.close()
+        return types.SimpleNamespace(pid=unused.pop(), returncode=None)
+
+    subprocess.Popen = begin  # type: ignore[misc, assignment]
+    _environment(order["environment"])
+    sys.argv[:] = order["argv"][1:]
+    from outlast import cli
+
+    code = cli.main(order["argv"][2:])
+    for thread in threading.enumerate()[1:]:
+        if not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # to take torch apart costs a third of a second
+
+
+def _become_zygote(orders: socket.socket, launcher: int, zygote: Any, loaded: Any) -> NoReturn:
+    """Wait for the order, and go on as ``zygote.py``, whose imports have been made."""
+    _die_with(launcher)
+    message, given, *_ = socket.recv_fds(orders, MESSAGE_BYTES, 1)
+    if not message:
+        os._exit(0)
+    order = json.loads(message)
+    if given[0] != order["channel"]:
+        os.dup2(given[0], order["channel"])
+        os.close(given[0])
+    orders.close()
+    os.setsid()
+    _environment(order["environment"])
+    loaded.environment = dict(order["environment"])
+    zygote.load = lambda *_: (loaded, "", False)
+    sys.argv[:] = order["argv"]
+    zygote.main()
+    sys.exit()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""defects: whether the tests find defects that the product had, put back one by one.
+
+Each file bench/defects/NAME.diff puts one back. Its first line names its capabilities (folders of
+tests/scenarios, the likeliest first), its second one the defect. In a copy of this tree the scenarios of
+these capabilities run up to the first failure, then the rest of `make test`; only what survives gets the
+long tests. A line of JSON names the test that found it, the part, and the seconds. With --out, defects that
+the file has are left out, so that a run goes on where it was stopped. "applies": false: it no longer fits.
+
+    python bench/defects.py --out defects.jsonl            all of them
+    python bench/defects.py ledger-charges-the-living      one
+    python bench/defects.py --check                        only whether each still applies
+    python bench/defects.py none                           a copy without a defect: nothing may be found
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFECTS = ROOT / "bench" / "defects"
+NONE = "none"
+PART_SECONDS = 3600.0
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+def copy_of(name: str, folder: Path) -> bool:
+    """Copy the tracked files of this tree, with one defect put back; return whether its diff applies."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for each in filter(None, tracked.stdout.split("\0")):
+        (folder / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / each, folder / each, follow_symlinks=False)
+    if name == NONE:
+        return True
+    diff = DEFECTS / f"{name}.diff"
+    done = subprocess.run(["patch", "-p1", "-s", "-f", "-i", str(diff)], cwd=folder, check=False)
+    return done.returncode == 0
+
+
+def heading(name: str) -> tuple[list[str], str]:
+    """Return the capabilities and the words of a defect."""
+    if name == NONE:
+        return [], NONE
+    first, second, *_ = (DEFECTS / f"{name}.diff").read_text().splitlines()
+    return first.removeprefix("capabilities: ").split(), second
+
+
+def parts(folder: Path, capabilities: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what runs, in order: a name and arguments of pytest."""
+    own = [f"tests/scenarios/{one}" for one in capabilities if (folder / "tests/scenarios" / one).is_dir()]
+    if own:
+        yield "scenarios", ["-m", "not long", *own]
+    yield "make test", ["-m", "not long", "tests"]
+    yield "long", ["-m", "long", "tests"]
+
+
+def finder(folder: Path, arguments: list[str], processes: int) -> tuple[str, int]:
+    """Run tests up to the first failure; return the test that failed, "" when none did, and pytest's code."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--dist", "loadfile", "-n", str(processes)]
+    # The copy stands before the tree that is installed, in every process that a test starts.
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "TMPDIR": str(folder / "tmp")}
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PART_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end in {PART_SECONDS:.0f} s", 124
+    found = _FAILED.search(done.stdout)
+    return found[1] if found else "", done.returncode
+
+
+def judge(name: str, processes: int) -> dict[str, Any]:
+    """Return what became of one defect."""
+    capabilities, words = heading(name)
+    result: dict[str, Any] = {"defect": name, "words": words, "applies": True, "found": False}
+    with tempfile.TemporaryDirectory(prefix="defect-", dir="/tmp") as scratch:
+        folder = Path(scratch)
+        (folder / "tmp").mkdir()
+        if not copy_of(name, folder):
+            return {**result, "applies": False}
+        began = time.monotonic()
+        for part, arguments in parts(folder, capabilities):
+            test, code = finder(folder, arguments, processes)
+            if code not in (0, 5):  # 5: no test
+                seconds = round(time.monotonic() - began, 1)
+                load = round(os.getloadavg()[0], 1)
+                return {**result, "found": True, "part": part, "by": test, "seconds": seconds, "load": load}
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> None:
+    """Judge defects; print JSON lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--processes", type=int, default=2 * (os.cpu_count() or 1))
+    options = parser.parse_args()
+    names = options.names or sorted(path.stem for path in DEFECTS.glob("*.diff"))
+    lines = options.out.read_text().splitlines() if options.out and options.out.exists() else []
+    known = {json.loads(line)["defect"] for line in lines}
+    for name in (one for one in names if one not in known):
+        if options.check:
+            with tempfile.TemporaryDirectory(prefix="defect-", dir="/tmp") as scratch:
+                result = {"defect": name, "applies": copy_of(name, Path(scratch))}
+        else:
+            result = judge(name, options.processes)
+        print(json.dumps(result), flush=True)
+        if options.out and not options.check:
+            with open(options.out, "a") as file:
+                file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
