@@ -65,8 +65,8 @@ def test_a_dead_device_orders_a_save_and_the_drain(tmp_path: Path) -> None:
     age(node, 300.0)
     found = node.see("xid,device=3", 60)
     assert [one.do for one in found] == [Do.SAVE, Do.DRAIN]
-    assert "GPU 3: XID 79 (GPU has fallen off the bus)" in found[0].reason
-    assert node.notes[-1] == "health: GPU-simulated-3: XID 79 (GPU has fallen off the bus)"
+    assert "GPU 3: XID 79" in found[0].reason
+    assert "GPU-simulated-3: XID 79" in node.notes[-1]
 
 
 def test_an_hour_of_health_orders_nothing_and_says_nothing(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_observing_says_what_would_be_done_once(tmp_path: Path) -> None:
     node = Node(tmp_path)
     age(node, 300.0)
     assert node.see("xid,device=3", 200) == []
-    would = [text for text in node.notes if "would" in text]
-    assert len(would) == 2
-    assert would[0].startswith("health: would save (100.00% > 5 s / ")
+    save, drain = (text for text in node.notes if "would" in text)
+    assert "100.00%" in save
+    assert "100.00%" not in drain
 
 
 def test_before_ranks_run_it_watches_and_orders_nothing(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_the_cost_of_a_save_is_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_spare_says_that_it_is_at_risk_if_it_may_act(tmp_path: Path) -> None:
-    for mode, expected in (("act", "GPU 3: XID 79 (GPU has fallen off the bus)"), ("observe", "")):
+    for mode in ("act", "observe"):
         node = Node(tmp_path / mode, mode=mode)
         assert node.health.at_risk == ""
         samples = simulation.samples(simulation.parse("xid,device=3,after=0"), "n1", 1.0, -1.0, time.time())
         assert node.health.look(samples, 0, -1) == []
-        assert node.health.at_risk == expected
+        assert ("GPU 3: XID 79" in node.health.at_risk) is (mode == "act")
 
 
 def test_a_save_that_another_node_tells_of_counts(tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_a_node_that_comes_back_is_in_burn_in_and_says_so(tmp_path: Path) -> Non
     lost = Entry(time.time() - 7200, "n1", What.FAULT, "lost")
     (tmp_path / "ledger" / "n2.jsonl").write_text(lost.to_line() + "\n")
     node = Node(tmp_path)
-    assert node.health.last_choice == "burn-in: it came back 0.0 h ago from a fault (lost)"
+    assert "lost" in node.health.last_choice
     node.health.start()
-    assert node.notes[0].startswith("health: this node is in burn-in: it came back")
+    assert node.health.last_choice in node.notes[0]
     assert [one["what"] for one in node.ledger()].count("repair") == 1
 
 
@@ -212,5 +212,5 @@ def _devices(at: float) -> list[Sample]:
 @pytest.mark.parametrize("text", ["", "{", '{"format": 1}'])
 def test_a_parameters_file_that_is_wrong_ends_the_start(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.json").write_text(text)
-    with pytest.raises(UsageError, match=r"model\.json.*nothing was started"):
+    with pytest.raises(UsageError, match=r"model\.json"):
         Node(tmp_path, model_file=str(tmp_path / "model.json"))

@@ -41,12 +41,6 @@ def trace(*rows: tuple[float, str, str], node: str = "a") -> Logs:
     )
 
 
-def test_before_anything_is_read_nothing_was_observed() -> None:
-    logs = Logs()
-    assert (logs.outages, logs.signs, logs.nodes, logs.skipped) == ([], [], set(), 0)
-    assert (logs.begin, logs.end) == (math.inf, -math.inf)
-
-
 @pytest.mark.parametrize("kind", ["lost", "refused", "corrupt"])
 def test_a_fault_of_a_node_lasts_until_a_run_starts_there(kind: str) -> None:
     logs = told(run(1.0), fault(5.0, kind), fault(7.0, "lost"), "", run(8.0, "n2"), run(9.0))
@@ -58,10 +52,6 @@ def test_a_fault_of_a_node_lasts_until_a_run_starts_there(kind: str) -> None:
 def test_a_fault_of_the_program_says_nothing_of_a_node(kind: str) -> None:
     logs = told(fault(5.0, kind), run(9.0))
     assert logs.outages == []
-
-
-def test_a_node_whose_run_did_not_start_again_is_known_by_its_fault() -> None:
-    assert told(run(1.0), fault(5.0, "lost", "n2")).nodes == {"n1", "n2"}
 
 
 def test_a_fault_without_a_node_is_nobodys_and_one_without_a_later_run_lasts() -> None:
@@ -109,11 +99,6 @@ def test_faults_of_one_class_in_a_trace_end_in_the_order_in_which_they_began() -
     assert (logs.begin, logs.end, logs.skipped) == (0.0, 7 * DAY, 2)
 
 
-def test_each_node_of_a_trace_is_known_even_one_without_an_outage() -> None:
-    logs = trace((1.0, "inspection", "x"), node="b")
-    assert (logs.nodes, logs.outages, logs.skipped) == ({"b"}, [], 1)
-
-
 def test_a_record_of_a_newer_version_is_passed_over_and_not_counted() -> None:
     newer = json.dumps({"v": 999, "kind": "MoonPhase", "time": 9.0})
     logs = told(run(1.0), newer.replace('{"v": ', '{"v":'), run(3.0))
@@ -121,19 +106,11 @@ def test_a_record_of_a_newer_version_is_passed_over_and_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "a JSON list of faults, an event log or a ledger expected"),
-        (b"hello", "a JSON list of faults, an event log or a ledger expected"),
-        (b"[1]", "no list of faults (TypeError: "),
-        (b"[", "no list of faults (JSONDecodeError: "),
-        (b'[{"node_id": "a"}]', "no list of faults (KeyError: 'event_time')"),
-        (b"[" * 100_000, "no list of faults (RecursionError: "),
-        (b" {}", "no line of an event log or a ledger"),
-    ],
+    "content",
+    [b"", b"hello", b"[1]", b"[", b'[{"node_id": "a"}]', b"[" * 100_000, b" {}"],
+    ids=lambda one: one[:9],
 )
-def test_what_is_no_log_is_refused(content: bytes, words: str) -> None:
+def test_what_is_no_log_is_refused(content: bytes) -> None:
     with pytest.raises(BadLog) as caught:
         Logs().add(content)
-    assert str(caught.value).startswith(words)
     assert len(str(caught.value)) < 160

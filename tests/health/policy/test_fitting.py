@@ -86,11 +86,6 @@ def test_without_a_fault_the_rate_is_small_and_not_zero() -> None:
     assert 0 < probability(model.history_within(NodeHistory(), DAY)) < 1e-3
 
 
-def test_outages_that_overlap_are_one() -> None:
-    one = merged([Outage("a", 5.0, 9.0, "y"), Outage("a", 0.0, 6.0, "x"), Outage("a", 20.0, 21.0, "z")])
-    assert one == {"a": [Outage("a", 0.0, 9.0, "x"), Outage("a", 20.0, 21.0, "z")]}
-
-
 def test_the_history_at_a_time() -> None:
     outages = [Outage("a", DAY, 2 * DAY, "x"), Outage("a", 40 * DAY, 41 * DAY, "y")]
     assert history_at(outages, 0.5 * DAY) == NodeHistory()
@@ -129,9 +124,11 @@ def test_a_fault_counts_for_30_days_from_its_begin(day: float, faults: int) -> N
     assert history_at([outage], 2 * DAY) == NodeHistory(0.0, "x", 1)
 
 
-def test_outages_that_touch_are_one_and_a_short_one_within_a_long_one_ends_nothing() -> None:
+def test_outages_that_touch_or_overlap_are_one_and_a_short_one_within_a_long_one_ends_nothing() -> None:
     touching = [Outage("a", 0.0, 5.0, "x"), Outage("a", 5.0, 6.0, "y"), Outage("a", 7.0, 8.0, "z")]
     assert merged(touching)["a"] == [Outage("a", 0.0, 6.0, "x"), Outage("a", 7.0, 8.0, "z")]
+    overlapping = [Outage("a", 5.0, 9.0, "y"), Outage("a", 0.0, 6.0, "x"), Outage("a", 20.0, 21.0, "z")]
+    assert merged(overlapping) == {"a": [Outage("a", 0.0, 9.0, "x"), Outage("a", 20.0, 21.0, "z")]}
     within = [Outage("a", 0.0, 9.0, "x"), Outage("a", 2.0, 3.0, "y"), Outage("b", 2.0, 3.0, "y")]
     assert merged(within) == {"a": within[:1], "b": within[2:]}
 
@@ -189,9 +186,3 @@ def test_the_chance_of_a_sign_by_hand() -> None:
     expected = sum(usual.within(time) + model.history_within(NodeHistory(), time) for time in lived)
     weight = usual.weight * (3 + 3.0) / (expected + 3.0)
     assert model.signs == {**SIGNS, "hot": Sign(pytest.approx(1 - math.exp(-weight), rel=1e-12), HOUR)}
-
-
-def test_no_sign_is_certain_to_be_followed_by_a_failure() -> None:
-    seen = [SignSeen(f"n{number}", DAY, "xid_failing") for number in range(60)]
-    outages = [Outage(one.node, DAY + 60, 2 * DAY, "GPU") for one in seen]
-    assert fit(Observed(outages, 0.0, YEAR, 60, seen)).signs["xid_failing"].chance == 0.99

@@ -64,12 +64,6 @@ def test_signs_add_up_and_fade_by_their_half_life() -> None:
     assert list(marks.shares(0.0, HOUR)) == ["a", "b"]
 
 
-def test_all_of_a_sign_is_its_chance() -> None:
-    marks = Marks({"a": Sign(0.3, HOUR)})
-    marks.add("a", 0.0)
-    assert probability(marks.within(0.0, 1000 * HOUR)) == pytest.approx(0.3)
-
-
 def test_an_event_adds_and_a_condition_does_not() -> None:
     marks = Marks({"a": Sign(0.3, HOUR)})
     for _ in range(3):
@@ -122,17 +116,6 @@ def test_each_hour_has_the_factors_of_its_classes(
     assert MODEL.history_within(history, hours * HOUR) == pytest.approx(0.01 * factor_hours)
 
 
-def test_a_class_without_a_factor_changes_nothing() -> None:
-    assert HazardModel(0.01, {}).history_within(NodeHistory(HOUR, "GPU", 1), HOUR) == pytest.approx(0.01)
-    assert not HazardModel(0.01, {}).source
-
-
-def test_half_of_a_sign_is_over_after_its_half_life() -> None:
-    sign = Sign(0.5, DAY)
-    assert sign.weight == pytest.approx(math.log(2))
-    assert sign.within(DAY) == pytest.approx(sign.weight / 2)
-
-
 def test_a_condition_that_lasts_keeps_its_largest_weight() -> None:
     marks = Marks({"a": Sign(0.3, HOUR)})
     marks.hold("a", 0.0, 0.5)
@@ -145,25 +128,11 @@ def test_a_condition_that_lasts_keeps_its_largest_weight() -> None:
     assert marks.within(HOUR, HOUR) == pytest.approx(20 * alone)
 
 
-def test_an_event_adds_to_what_is_left_of_earlier_ones() -> None:
-    marks = Marks({"a": Sign(0.3, HOUR)})
-    marks.add("a", 0.0)
-    once = marks.within(0.0, HOUR)
-    marks.add("a", HOUR, 2.0)
-    assert marks.within(HOUR, HOUR) == pytest.approx(2.5 * once)
-    assert marks.within(3 * HOUR, HOUR) == pytest.approx(2.5 * once / 4)
-
-
 def test_the_largest_sign_comes_first_and_equal_ones_by_name() -> None:
     marks = Marks({name: Sign(0.5 if name == "b" else 0.1, HOUR) for name in "cab"})
     for name in "cab":
         marks.add(name, 0.0)
     assert list(marks.shares(0.0, HOUR)) == ["b", "a", "c"]
-
-
-def test_a_file_may_name_the_base_rate_alone() -> None:
-    model = model_of({"format": 1, "base_per_hour": 1})
-    assert model == HazardModel(1.0, {}, dict(SIGNS), "")
 
 
 def test_a_file_changes_only_the_signs_that_it_names() -> None:
@@ -177,39 +146,28 @@ def test_a_file_changes_only_the_signs_that_it_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        ({"format": 2}, 'an object with "format": 1 expected'),
-        ({"base_per_hour": 0}, "base_per_hour: a number from 1e-12 to 1000 expected, 0 found"),
-        ({"base_per_hour": 1001}, "base_per_hour: a number from 1e-12 to 1000 expected, 1001 found"),
-        ({"base_per_hour": True}, "True found"),
-        ({"base_per_hour": float("nan")}, "nan found"),
-        ({"factors": []}, "factors: an object with at most 256 keys expected, [] found"),
-        ({"factors": {"faults_30d": {str(number): 1 for number in range(257)}}}, "at most 256 keys"),
-        ({"factors": {"faults_30d": []}}, "factors.faults_30d: an object"),
-        ({"factors": {"faults_30d": {"1": 1e6 + 1}}}, "a number from 1e-12 to 1e+06 expected"),
-        ({"signs": {"hot": {"chance": 0.1, "half_life": 1e10 + 1}}}, "a number from 1 to 1e+10 expected"),
-        ({"signs": []}, "signs: an object"),
-        ({"signs": {"hot": 1}}, "signs.hot: an object"),
-        ({"signs": {"hot": {"chance": -0.1, "half_life": 60}}}, "signs.hot.chance: a number from 0 to 1"),
-        (
-            {"signs": {"hot": {"chance": 0.1, "half_life": 0.9}}},
-            "signs.hot.half_life: a number from 1 to 1e+10",
-        ),
-        (
-            {"factors": {"weather": {}}},
-            "factors: one of since_repair, last_fault, faults_30d expected, 'weather'",
-        ),
-        ({"factors": {"faults_30d": {"1": -1}}}, "factors.faults_30d.1: a number"),
-        ({"signs": {"moon": {}}}, "signs: one of"),
-        ({"signs": {"hot": {"chance": 1.0, "half_life": 60}}}, "signs.hot.chance: a number from 0 to 1"),
-        (
-            {"signs": {"hot": {"chance": 0.1}}},
-            "signs.hot.half_life: a number from 1 to 1e+10 expected, None found",
+        ({"format": 2}, "format"),
+        *(({"base_per_hour": value}, f"base_per_hour.*{value}") for value in (0, 1001, True, float("nan"))),
+        ({"factors": []}, "factors"),
+        ({"factors": {"faults_30d": {str(number): 1 for number in range(257)}}}, "faults_30d"),
+        ({"factors": {"faults_30d": []}}, "factors.faults_30d"),
+        ({"factors": {"faults_30d": {"1": 1e6 + 1}}}, "factors.faults_30d.1"),
+        ({"factors": {"faults_30d": {"1": -1}}}, "factors.faults_30d.1"),
+        ({"factors": {"weather": {}}}, "factors.*weather"),
+        ({"signs": []}, "signs"),
+        ({"signs": {"hot": 1}}, "signs.hot"),
+        ({"signs": {"moon": {}}}, "signs.*moon"),
+        ({"signs": {"hot": {"chance": -0.1, "half_life": 60}}}, "signs.hot.chance"),
+        ({"signs": {"hot": {"chance": 1.0, "half_life": 60}}}, "signs.hot.chance"),
+        ({"signs": {"hot": {"chance": 0.1}}}, "signs.hot.half_life"),
+        *(
+            ({"signs": {"hot": {"chance": 0.1, "half_life": one}}}, "signs.hot.half_life")
+            for one in (0.9, 1e10 + 1)
         ),
     ],
 )
-def test_a_wrong_file_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(BadModel) as caught:
+def test_a_wrong_file_is_refused_with_the_field(change: dict[str, object], named: str) -> None:
+    with pytest.raises(BadModel, match=named):
         model_of({**DEFAULT.to_json(), **change})
-    assert words in str(caught.value)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outlast.health.policy.fitting import Outage, SignSeen
+from outlast.health.policy.fitting import Outage
 from outlast.health.policy.hazard import DAY, HOUR, NodeHistory
 from outlast.health.policy.ledger import (
     BadEntry,
@@ -38,9 +38,9 @@ def test_an_unknown_node_is_good() -> None:
 
 
 def test_a_node_that_came_back_is_in_burn_in_for_a_day() -> None:
-    back = Entry(NOW - 5 * HOUR, "a", What.REPAIR)
-    assert state(fault(3), back) == (State.BURN_IN, "it came back 5.0 h ago from a fault (GPU)")
-    assert state(fault(3), Entry(NOW - 25 * HOUR, "a", What.REPAIR)) == (State.GOOD, "")
+    for hours, expected in ((5, State.BURN_IN), (23.999, State.BURN_IN), (24, State.GOOD)):
+        found, reason = state(fault(3), Entry(NOW - hours * HOUR, "a", What.REPAIR))
+        assert (found, "GPU" in reason) == (expected, expected is State.BURN_IN)
 
 
 def test_a_loss_of_a_node_that_lived_counts_no_more_and_other_faults_do() -> None:
@@ -57,58 +57,38 @@ def test_a_loss_of_a_node_that_lived_counts_no_more_and_other_faults_do() -> Non
 
 
 @pytest.mark.parametrize(
-    ("days", "expected"),
+    ("days", "quarantine"),
     [
-        ((2, 5), "2 faults in 7 days (GPU)"),
-        ((2, 10, 20), "3 faults in 30 days (GPU)"),
-        ((2, 10), ""),
-        ((10, 20, 40), ""),
+        ((2, 5), True),
+        ((2, 6.999), True),
+        ((2, 7), False),
+        ((2, 10), False),
+        ((2, 10, 29.999), True),
+        ((2, 10, 30), False),
+        ((10, 20, 40), False),
     ],
 )
-def test_a_node_that_fails_often_is_in_quarantine(days: tuple[float, ...], expected: str) -> None:
-    found = state(*map(fault, days))
-    assert found == ((State.QUARANTINE, expected) if expected else (State.GOOD, ""))
-
-
-@pytest.mark.parametrize(
-    ("oldest", "quarantine"),
-    [((2, 6.999), True), ((2, 7), False), ((2, 10, 29.999), True), ((2, 10, 30), False)],
-)
-def test_a_fault_counts_for_less_than_7_and_30_days(oldest: tuple[float, ...], quarantine: bool) -> None:
-    assert (state(*map(fault, oldest))[0] is State.QUARANTINE) is quarantine
-
-
-def test_the_reason_names_each_kind_of_fault_once() -> None:
-    faults = [fault(1, kind="NIC"), fault(2, kind=""), fault(3, kind="GPU"), fault(4, kind="NIC")]
-    assert state(*faults) == (State.QUARANTINE, "4 faults in 7 days (GPU, NIC, unknown)")
-    long = [fault(days, kind="x" * 201) for days in (1, 2)]
-    assert state(*long) == (State.QUARANTINE, f"2 faults in 7 days ({'x' * 200})")
-
-
-@pytest.mark.parametrize(("hours", "expected"), [(23.999, State.BURN_IN), (24, State.GOOD)])
-def test_burn_in_ends_after_a_day(hours: float, expected: State) -> None:
-    assert state(fault(3), Entry(NOW - hours * HOUR, "a", What.REPAIR))[0] is expected
+def test_a_node_that_fails_often_is_in_quarantine(days: tuple[float, ...], quarantine: bool) -> None:
+    found, reason = state(*map(fault, days))
+    assert (found is State.QUARANTINE, "GPU" in reason) == (quarantine, quarantine)
 
 
 def test_a_fault_without_a_repair_begins_the_burn_in() -> None:
-    assert state(fault(0.5, kind="")) == (State.BURN_IN, "it came back 12.0 h ago from a fault (unknown)")
-    assert state(fault(23.7503 / 24))[1] == "it came back 23.8 h ago from a fault (GPU)"
+    assert state(fault(0.5, kind=""))[0] is State.BURN_IN
     repaired = Entry(NOW - HOUR, "a", What.REPAIR)
-    assert state(fault(20, kind="NIC"), fault(10), repaired)[1] == (
-        "it came back 1.0 h ago from a fault (GPU)"
-    )
+    found, reason = state(fault(20, kind="NIC"), fault(10), repaired)
+    assert (found, "GPU" in reason, "NIC" in reason) == (State.BURN_IN, True, False)
 
 
 def test_a_clock_may_be_ahead_by_the_length_of_a_burst_and_no_more() -> None:
     near, far = (Entry(NOW + ahead, "a", What.FAULT, "GPU") for ahead in (180, 180.1))
-    assert state(near) == (State.BURN_IN, "it came back 0.0 h ago from a fault (GPU)")
+    assert state(near)[0] is State.BURN_IN
     assert state(far) == (State.GOOD, "")
 
 
 def test_what_the_launcher_hears_of_a_node() -> None:
     assert Standing(State.GOOD).last_choice == ""
-    assert Standing(State.BURN_IN, "why").last_choice == "burn-in: why"
-    assert Standing(State.QUARANTINE, "why").last_choice == "quarantine: why"
+    assert "why" in Standing(State.BURN_IN, "why").last_choice
     assert [in_quarantine(Standing(one, "quarantine: no").last_choice) for one in State] == [
         *(False, False, True)
     ]
@@ -118,7 +98,10 @@ def test_zero_leaves_quarantine_to_people() -> None:
     assert state(fault(2), fault(3), fault(4), after=0)[0] is State.GOOD
     by_hand = Entry(NOW - DAY, "a", What.QUARANTINE, reason="cable")
     assert state(by_hand, after=0) == (State.QUARANTINE, "cable")
-    assert state(Entry(0.0, "a", What.QUARANTINE), fault(1)) == (State.QUARANTINE, "by a person")
+    assert state(Entry(0.0, "a", What.QUARANTINE), fault(1)) == (
+        State.QUARANTINE,
+        state(Entry(0.0, "a", What.QUARANTINE))[1],
+    )
 
 
 def test_a_release_ends_it_and_later_faults_count() -> None:
@@ -160,12 +143,6 @@ def test_outages_end_with_the_repair() -> None:
     assert not Ledger([fault(3), Entry(NOW, "a", What.REPAIR)], 3).needs_repair_entry("a")
 
 
-def test_a_repair_without_a_fault_is_nothing() -> None:
-    ledger = Ledger([Entry(NOW - DAY, "a", What.REPAIR)], 3)
-    assert ledger.outages("a") == []
-    assert not ledger.needs_repair_entry("a")
-
-
 def test_a_node_whose_next_fault_is_in_the_future_has_the_history_of_now() -> None:
     ledger = Ledger([fault(3), Entry(NOW - DAY, "a", What.REPAIR), fault(-1, kind="NIC")], 3)
     assert ledger.history("a", NOW) == NodeHistory(DAY, "GPU", 1)
@@ -175,13 +152,6 @@ def test_a_node_whose_next_fault_is_in_the_future_has_the_history_of_now() -> No
 def test_a_node_that_runs_before_its_repair_is_written_came_back_just_now() -> None:
     repair, later = Entry(NOW + HOUR, "a", What.REPAIR), fault(-1, kind="NIC")
     assert Ledger([fault(1), repair, later], 3).history("a", NOW) == NodeHistory(0.0, "GPU", 1)
-
-
-def test_the_signs_of_all_nodes_are_given_in_the_order_of_the_names() -> None:
-    entries = [Entry(NOW, node, What.SIGN, "hot", "GPU-1") for node in "bca"]
-    ledger = Ledger([*entries, fault(1)], 3)
-    assert ledger.nodes == ("a", "b", "c")
-    assert ledger.signs() == [SignSeen(node, NOW, "hot") for node in "abc"]
 
 
 def test_a_line_gives_the_same_entry() -> None:
@@ -199,32 +169,21 @@ def test_a_line_leaves_out_what_is_not_known_and_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "named"),
     [
-        ("", "JSON expected: "),
-        ("[]", "an object expected"),
-        ("{", "JSON expected: "),
-        ("[" * 100_000, "JSON expected: maximum recursion"),
-        ("{}", "time: seconds expected, None found"),
-        ('{"time": -1, "node": "a", "what": "fault"}', "time: seconds expected, -1 found"),
-        ('{"time": 1e15, "node": "a", "what": "fault"}', "time: seconds expected, 1000000000000000.0 found"),
-        ('{"time": true, "node": "a", "what": "fault"}', "time: seconds expected, True found"),
-        ('{"time": 1}', "node: a name expected, None found"),
-        ('{"time": 1, "node": "", "what": "fault"}', "node: a name expected, '' found"),
-        (
-            '{"time": 1, "node": "a", "what": "rumour"}',
-            "what: one of fault, repair, lived, sign, quarantine, release expected, 'rumour' found",
-        ),
+        *((line, "JSON") for line in ("", "{", "[" * 100_000)),
+        ("[]", "object"),
+        ("{}", "time"),
+        *((f'{{"time": {value}, "node": "a", "what": "fault"}}', "time") for value in ("-1", "1e15", "true")),
+        ('{"time": 1}', "node"),
+        ('{"time": 1, "node": "", "what": "fault"}', "node"),
+        ('{"time": 1, "node": "a", "what": "rumour"}', "what.*rumour"),
         *(
-            (
-                json.dumps({"time": 1, "node": "a", "what": "fault", name: 3}),
-                "kind, device and reason: texts expected",
-            )
-            for name in ("kind", "device", "reason")
+            (json.dumps({"time": 1, "node": "a", "what": "fault", n: 3}), n)
+            for n in ("kind", "device", "reason")
         ),
     ],
 )
-def test_what_is_no_entry_is_refused(line: str, words: str) -> None:
-    with pytest.raises(BadEntry) as caught:
+def test_what_is_no_entry_is_refused_with_the_field(line: str, named: str) -> None:
+    with pytest.raises(BadEntry, match=named):
         entry_of(line)
-    assert str(caught.value).startswith(words)

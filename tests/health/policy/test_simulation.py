@@ -31,33 +31,27 @@ def test_a_text_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "named"),
     [
-        ("fire", "scenario 'fire' is unknown; known are healthy, thermal-ramp"),
-        ("", "scenario '' is unknown"),
-        ("intense-load,fire", "'fire' is no failure; those under intense load are thermal-ramp"),
-        ("intense-load,healthy", "'healthy' is no failure"),
-        ("intense-load,intense-load", "'intense-load' is no failure"),
-        ("intense-load,xid,lost", "setting 'lost' is unknown"),
-        ("xid,intense-load", "setting 'intense-load' is unknown"),
-        ("intense-load,loaded=1", "setting 'loaded' is unknown"),
-        ("xid,gpu=1", "setting 'gpu' is unknown; known are device, devices"),
-        ("xid,device=one", "device='one' is no number"),
-        ("xid,device=8", "device=8: 0 to 7 expected"),
-        ("xid,devices=0", "devices=0: 1 to 64 expected"),
-        ("xid,devices=65", "devices=65: 1 to 64 expected"),
-        ("xid,after=-1", "after=-1.0"),
-        ("xid,xid=-1", "xid=-1: 1 to 999 expected"),
-        ("xid,xid=1000", "xid=1000: 1 to 999 expected"),
-        ("xid,seed=9223372036854775808", "seed=9223372036854775808: a number of up to 63 bits expected"),
-        ("xid,after=nan", "after=nan"),
-        ("xid,after=inf", "after=inf: a number of seconds from 0 expected"),
+        ("fire", "'fire'.*healthy.*thermal-ramp"),
+        ("", "''"),
+        *((f"intense-load,{one}", f"'{one}'") for one in ("fire", "healthy", "intense-load")),
+        ("intense-load,xid,lost", "'lost'"),
+        ("xid,intense-load", "'intense-load'"),
+        ("intense-load,loaded=1", "'loaded'"),
+        ("xid,gpu=1", "'gpu'.*device, devices"),
+        ("xid,device=one", "device='one'"),
+        ("xid,device=8", "device=8.*0.*7"),
+        *((f"xid,devices={one}", f"devices={one}.*1.*64") for one in (0, 65)),
+        *((f"xid,xid={one}", f"xid={one}.*1.*999") for one in (-1, 1000)),
+        ("xid,seed=9223372036854775808", "seed=9223372036854775808"),
+        *((f"xid,after={one}", f"after={one}") for one in ("-1", "nan", "inf")),
     ],
 )
-def test_what_is_wrong_in_it_is_said(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+def test_what_is_wrong_in_a_text_is_named(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as caught:
         parse(text)
-    assert problem in source_problem(f"simulate:{text}")
+    assert str(caught.value) in source_problem(f"simulate:{text}")
 
 
 @pytest.mark.parametrize("kind", [Kind.XID, Kind.LOST, Kind.ECC_BURST, Kind.THERMAL_RAMP, Kind.SILENCE])
@@ -143,9 +137,10 @@ def test_what_a_device_shows(text: str, elapsed: float, changed: dict[str, Any])
 @pytest.mark.parametrize("text", ["lost,after=5", "xid,after=5"])
 def test_a_lost_device_shows_only_that_it_is_lost(text: str) -> None:
     scenario = parse(f"{text},device=1,devices=2")
-    error = "temperature: GPU is lost"
-    lost = DeviceSample(5.0, "n", 1, "GPU-simulated-1", "simulated H100", error=error)
-    assert [devices(samples(scenario, "n", at, -1, 5.0))[1] == lost for at in (4.9, 5.0)] == [False, True]
+    lost = DeviceSample(5.0, "n", 1, "GPU-simulated-1", "simulated H100")
+    before, after = (devices(samples(scenario, "n", at, -1, 5.0))[1] for at in (4.9, 5.0))
+    assert (before.error, bool(after.error)) == ("", True)
+    assert replace(after, error="") == lost != before
 
 
 def test_what_the_host_and_the_kernel_log_show() -> None:
@@ -175,16 +170,6 @@ def test_a_healthy_device_stays_in_its_range(elapsed: float, seed: int) -> None:
         assert (one.throttle_reasons, one.ecc_corrected, one.ecc_uncorrected, one.error) == (0, 0, 0, "")
 
 
-def test_the_ramp_ends_in_lower_clocks() -> None:
-    ramp = Scenario(Kind.THERMAL_RAMP, after=0, devices=1)
-    shown = [devices(samples(ramp, "n", at, -1, 0.0))[0] for at in range(0, 600, 10)]
-    temperatures = [one.temperature or 0 for one in shown]
-    assert temperatures[0] < 60
-    assert max(temperatures) <= 95
-    assert shown[-1].throttle_reasons == 0x40
-    assert (shown[-1].sm_clock or 0) < (shown[0].sm_clock or 0)
-
-
 def test_clocks_and_power_are_lowered_as_soon_as_the_shown_temperature_is_at_its_limit() -> None:
     ramp = Scenario(Kind.THERMAL_RAMP, after=0, devices=1)
     shown = [devices(samples(ramp, "n", at, -1, 0.0))[0] for at in range(250, 450)]
@@ -197,16 +182,6 @@ def test_clocks_and_power_are_lowered_as_soon_as_the_shown_temperature_is_at_its
         assert one.temperature == 87 - margin
 
 
-def test_an_ecc_burst_only_counts_upwards() -> None:
-    burst = Scenario(Kind.ECC_BURST, after=10, devices=1)
-    shown = [devices(samples(burst, "n", at, -1, 0.0))[0] for at in range(0, 200, 7)]
-    for name in ("ecc_corrected", "ecc_uncorrected", "remapped_rows_uncorrectable"):
-        counts = [getattr(one, name) for one in shown]
-        assert counts == sorted(counts)
-        assert counts[-1] > 0
-    assert shown[-1].remap_pending is True
-
-
 def test_what_an_ecc_burst_counts() -> None:
     burst = Scenario(Kind.ECC_BURST, after=10, devices=1)
     shown = [devices(samples(burst, "n", at, -1, 0.0))[0] for at in (9, 10, 39, 40, 71)]
@@ -217,23 +192,10 @@ def test_what_an_ecc_burst_counts() -> None:
     assert [one.remap_pending for one in shown] == [False, False, False, True, True]
 
 
-def test_an_xid_at_the_second_of_a_reading_is_told_once() -> None:
-    scenario = Scenario(Kind.XID, after=20, devices=1)
-    readings = [samples(scenario, "n", at, at - 10, 0.0) for at in range(0, 50, 10)]
-    assert [sum(isinstance(one, XidEvent) for one in found) for found in readings] == [0, 0, 1, 0, 0]
-
-
 def test_an_xid_is_told_once_and_79_loses_the_device() -> None:
     scenario = Scenario(Kind.XID, device=1, after=25, devices=2)
     readings = [samples(scenario, "n", at, at - 10, 0.0) for at in range(0, 100, 10)]
     events = [one for found in readings for one in found if isinstance(one, XidEvent)]
     assert [(one.xid, one.index, one.pci) for one in events] == [(79, 1, simulation.pci_of(1))]
     assert [devices(found)[1].error for found in readings[:3]] == ["", "", ""]
-    assert devices(readings[3])[1].error == "temperature: GPU is lost"
-
-
-def test_a_silence_begins_at_its_second() -> None:
-    scenario = Scenario(Kind.SILENCE, after=25)
-    assert not simulation.silent(scenario, 24.9)
-    assert simulation.silent(scenario, 25)
-    assert not simulation.silent(Scenario(Kind.LOST, after=25), 30)
+    assert devices(readings[3])[1].error

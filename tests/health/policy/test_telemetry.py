@@ -49,63 +49,44 @@ def test_a_line_is_read_as_it_was_written(sample: Sample) -> None:
     line = to_line(sample)
     assert "\n" not in line
     assert from_line(line) == sample
+    raw = json.loads(line)
+    assert raw["kind"] == kind_of(sample)
+    assert None not in raw.values()
 
 
-@given(SAMPLES)
-def test_what_is_none_is_not_in_the_line(sample: Sample) -> None:
-    assert None not in json.loads(to_line(sample)).values()
+DEVICE = '{{"kind":"device","time":1,"node":"a","index":{}}}'
+FIELD = '{{"kind":"device","time":{},"node":"a","index":0}}'
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "named"),
     [
-        ("12", "an object whose kind"),
-        ("{", "Expecting property name"),
-        ('{"kind":"dog"}', "an object whose kind"),
-        ('{"kind":"device","time":1,"node":"a"}', "index: a int expected, nothing found"),
-        ('{"kind":"device","time":1,"node":"a","index":"0"}', "index: a int expected, '0' found"),
-        ('{"kind":"device","time":1,"node":"a","index":true}', "index: a int expected, 'True' found"),
-        ('{"kind":"device","time":NaN,"node":"a","index":0}', "time: a float expected, 'nan' found"),
-        (
-            '{"kind":"device","time":1,"node":"a","index":0,"remap_pending":1}',
-            "remap_pending: a bool expected",
+        *((line, ".") for line in ("12", "{", "[" * 100_000)),
+        *(
+            (json.dumps({"kind": kind}), "kind.*device, xid, host, silence, notice")
+            for kind in ("dog", "x" * 90)
         ),
-        ('{"kind":"device","time":Infinity,"node":"a","index":0}', "time: a float expected, 'inf' found"),
-        ('{"kind":"device","time":true,"node":"a","index":0}', "time: a float expected, 'True' found"),
-        ('{"kind":"device","time":1,"node":"a","index":-1}', "index: 0 to 4095 expected, -1 found"),
-        (f'{{"kind":"device","time":1,"node":"a","index":{10**30}}}', "index: a number of up to 64 bits"),
-        ('{"kind":"device","time":1,"node":"a","index":4096}', "index: 0 to 4095 expected, 4096 found"),
+        ('{"kind":"device","time":1,"node":"a"}', "index"),
+        *((DEVICE.format(value), "index") for value in ('"0"', "true", "-1", 10**30, 4096, "1.5")),
+        *((FIELD.format(value), "time") for value in ("NaN", "Infinity", "true", f'"{"x" * 81}"')),
+        ('{"kind":"device","time":1,"node":"a","index":0,"remap_pending":1}', "remap_pending"),
         (
             '{"kind":"xid","time":1,"node":"a","pci":"","index":-2,"xid":79,"text":""}',
-            "index: -1 to 4095 expected, -2 found",
+            "index.*-1.*4095.*-2",
         ),
-        (
-            f'{{"kind":"device","time":1,"node":"a","index":0,"pcie_replays":{2**64}}}',
-            "pcie_replays: a number of up to 64 bits expected, '18446744073709551616' found",
-        ),
-        ('{"kind":"device","time":1,"node":"a","index":1.5}', "index: a int expected, '1.5' found"),
-        ('{"kind":"device","time":1,"node":"a","index":0,"error":1}', "error: a str expected, '1' found"),
-        (
-            json.dumps({"kind": "notice", "time": "x" * 81, "node": "a", "text": ""}),
-            f"time: a float expected, '{'x' * 80}' found",
-        ),
-        (
-            json.dumps({"kind": "x" * 90}),
-            "kind is one of device, xid, host, silence, notice expected, '.{80}' found",
-        ),
-        (
-            json.dumps({"kind": "host", "time": 1, "node": "a", "ports": [{}] * 65}),
-            "a list of up to 64 expected",
-        ),
-        ('{"kind":"host","time":1,"node":"a","ports":3}', "ports: a list of up to 64 expected"),
-        ('{"kind":"host","time":1,"node":"a","ports":[3]}', "ports: objects expected"),
-        ('{"kind":"host","time":1,"node":"a","ports":[{"up":true}]}', "name: a str expected, nothing found"),
-        ("[" * 100_000, "nested too deeply"),
+        (f'{{"kind":"device","time":1,"node":"a","index":0,"pcie_replays":{2**64}}}', "pcie_replays"),
+        ('{"kind":"device","time":1,"node":"a","index":0,"error":1}', "error"),
+        (json.dumps({"kind": "host", "time": 1, "node": "a", "ports": [{}] * 65}), "ports|64"),
+        ('{"kind":"host","time":1,"node":"a","ports":3}', "ports"),
+        ('{"kind":"host","time":1,"node":"a","ports":[3]}', "ports"),
+        ('{"kind":"host","time":1,"node":"a","ports":[{"up":true}]}', "name"),
     ],
+    ids=range(24),
 )
-def test_what_is_no_sample_is_refused(line: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+def test_what_is_no_sample_is_refused_with_the_field(line: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named) as caught:
         from_line(line)
+    assert len(str(caught.value)) < 300
 
 
 def test_a_host_may_have_64_ports_and_a_time_may_be_a_whole_number() -> None:
@@ -113,24 +94,5 @@ def test_a_host_may_have_64_ports_and_a_time_may_be_a_whole_number() -> None:
     assert from_line(to_line(HostSample(1, "a", ports))) == HostSample(1.0, "a", ports)
 
 
-@pytest.mark.parametrize(
-    ("sample", "kind"),
-    [
-        (DeviceSample(1.0, "a", 0), "device"),
-        (XidEvent(1.0, "a", "", 0, 79), "xid"),
-        (HostSample(1.0, "a"), "host"),
-        (Silence(1.0, "a", 2.0, "NVML"), "silence"),
-        (Notice(1.0, "a", "b"), "notice"),
-    ],
-)
-def test_each_sample_has_the_name_of_its_kind(sample: Sample, kind: str) -> None:
-    assert kind_of(sample) == kind
-    assert json.loads(to_line(sample))["kind"] == kind
-
-
 def test_unknown_fields_are_passed_over() -> None:
     assert from_line('{"kind":"notice","time":1,"node":"a","text":"b","more":[1]}') == Notice(1, "a", "b")
-
-
-def test_a_line_with_only_what_it_must_have_says_nothing_of_the_rest() -> None:
-    assert from_line('{"kind":"device","time":1,"node":"a","index":0}').call_seconds == 0.0

