@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -100,11 +101,6 @@ def test_a_line_right_behind_a_torn_one_is_found(path: Path) -> None:
     assert (log.records, log.skipped) == ((progress(1), progress(2)), 1)
 
 
-def test_a_whole_last_line_without_its_break_is_read(path: Path) -> None:
-    path.write_text(codec.encode(progress(1)))
-    assert read(path).records == (progress(1),)
-
-
 def test_lines_of_a_newer_version_are_kept_apart(path: Path) -> None:
     path.write_text('{"v":1,"kind":"evicted"}\n\n{"v":9,"kind":"note"}\n' + codec.encode(progress(1)) + "\n")
     log = read(path)
@@ -121,11 +117,6 @@ def test_separators_inside_of_texts_end_no_line(path: Path) -> None:
     assert [note.reason for note in read(path).records if isinstance(note, Note)] == [text, text]
 
 
-def test_a_log_that_is_not_there_is_an_error(path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read(path)
-
-
 def test_lost_lines_are_counted_and_told_by_the_first_that_is_written(tmp_path: Path) -> None:
     path = tmp_path / "later" / "events.jsonl"
     recorder = Recorder(path)
@@ -135,8 +126,10 @@ def test_lost_lines_are_counted_and_told_by_the_first_that_is_written(tmp_path: 
     path.parent.mkdir()
     for step in (3, 4):
         recorder.record(progress(step))
-    text = "2 records before this line may be missing: No such file or directory"
-    assert read(path).records == (Note(1003.0, 3.0, 1, text), progress(3), progress(4))
+    note, *others = read(path).records
+    assert isinstance(note, Note)
+    assert (note.clock, others) == (3.0, [progress(3), progress(4)])
+    assert re.search("2.*No such file or directory", note.reason)
     assert recorder.lost == 2
 
 
@@ -149,21 +142,10 @@ def test_a_disk_that_is_full_within_a_line_tears_that_line_only(path: Path) -> N
     assert recorder.lost == 2
     recorder.record(progress(4))
     log = read(path)
-    text = "2 records before this line may be missing: File too large"
-    assert log.records == (progress(1), Note(1004.0, 4.0, 1, text), progress(4))
-    assert log.skipped == 1
-
-
-def test_a_full_disk_is_counted(path: Path) -> None:
-    recorder = Recorder(path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no byte more, as on a disk that is full
-    try:
-        recorder.record(progress(1))
-        recorder.record(RunEnded(1.0, 1.0, 1, 1, 0, ""))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert recorder.lost == 2
+    first, note, last = log.records
+    assert (first, last, log.skipped) == (progress(1), progress(4), 1)
+    assert isinstance(note, Note)
+    assert re.search("2.*File too large", note.reason)
 
 
 def test_what_cannot_be_synced_is_written_all_the_same() -> None:
@@ -305,19 +287,14 @@ def test_a_long_line_is_cut_where_it_is_missed_least() -> None:
     assert len(line) < LINE_BYTES
     assert cut.evidence["stacks"] == "s" * 1024 + CUT
     assert (cut.reason, cut.evidence["pages"]) == ("the reason" * 200, "short")
-
-
-def test_a_line_that_fits_is_not_cut() -> None:
-    record = fault("r" * 1000, stacks="s" * 2500)
-    assert codec.decode(fit(record).decode()) == record
-
-
-def test_numbers_and_names_are_never_cut() -> None:
-    timeouts = {f"section {number}": float(number) for number in range(500)}
-    learned = TimeoutsLearned(1.0, 1.0, 1, timeouts, "r" * 5000)
+    fits = fault("r" * 1000, stacks="s" * 2500)
+    assert codec.decode(fit(fits).decode()) == fits
+    learned = TimeoutsLearned(
+        1.0, 1.0, 1, {f"section {number}": float(number) for number in range(500)}, "r" * 5000
+    )
     found = codec.decode(fit(learned).decode())
     assert isinstance(found, TimeoutsLearned)
-    assert found.timeouts == timeouts
+    assert found.timeouts == learned.timeouts, "numbers and names are never cut"
 
 
 LONG = st.text(max_size=3000) | st.integers(0, 20_000).map(lambda count: "\U0001f525" * count)

@@ -27,29 +27,22 @@ def test_a_new_run_folder_says_which_version_wrote_it(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_format_is_refused_by_the_version_that_wrote_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"run_id": "job", "format": 2, "outlast": "3.1"}')
-    with pytest.raises(RunFolderUnusable) as refused:
+    named = rf"{tmp_path}/run.json.* 2 .*3\.1.*{outlast.__version__}.* 1.*MANIFEST.json"
+    with pytest.raises(RunFolderUnusable, match=named):
         opened(tmp_path)
-    assert str(refused.value) == (
-        f"{tmp_path}/run.json: its format is 2 (written by outlast 3.1),"
-        f" outlast {outlast.__version__} reads 1;"
-        " nothing was started; use the version that wrote it, or"
-        ' write {"run_id": "...", "format": 1} into it; MANIFEST.json of any checkpoint names the run'
-    )
 
 
 @pytest.mark.parametrize("writer", ["", ', "outlast": 3', ', "outlast": "\\u0007"'])
 def test_a_folder_of_another_format_is_refused_where_no_version_is_in_it(tmp_path: Path, writer: str) -> None:
     (tmp_path / "run.json").write_text(f'{{"run_id": "job", "format": 2{writer}}}')
-    with pytest.raises(RunFolderUnusable, match=r"its format is 2, outlast .* reads 1; nothing was started"):
+    with pytest.raises(RunFolderUnusable, match=r"run\.json.* 2"):
         opened(tmp_path)
 
 
 def test_a_state_of_another_format_is_refused_by_the_version_that_wrote_it(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     folder.job_state.write_text('{"format": 7, "outlast": "0.0.4"}')
-    with pytest.raises(
-        RunFolderUnusable, match=r"job_state.json: its format is 7 \(written by outlast 0.0.4\)"
-    ):
+    with pytest.raises(RunFolderUnusable, match=r"job_state\.json.* 7 .*0\.0\.4"):
         folder.recall()
 
 

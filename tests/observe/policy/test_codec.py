@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,10 @@ def test_a_record_survives_its_line(record: Record) -> None:
     assert line.isascii()
     assert len(line.splitlines()) == 1
     assert same(decode(line), record)
+
+
+def test_a_whole_number_is_a_float_and_what_the_class_does_not_name_is_passed_over() -> None:
+    assert same(decode(altered(seconds=2, colour="blue")), replace(SAVED, seconds=2.0))
 
 
 def test_a_line_is_what_the_document_says() -> None:
@@ -130,37 +134,30 @@ RECORDS_BY_KIND = {
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "named"),
     [
-        ("", "not JSON"),
-        (encode(SAVED)[:-9], "not JSON"),
-        ("\0\0\0\0", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"v":1,"kind":"saved","time":NaN}', "NaN is no JSON"),
-        ("[1]", "a JSON list, expected an object"),
-        ('"saved"', "a JSON str, expected an object"),
-        ("{}", "kind is None"),
-        ('{"kind":"saved"}', "v is None"),
-        (altered(v=True), "v is True"),
-        (altered(v=0), "v is 0"),
-        (altered(v="1"), "v is '1'"),
-        (altered(kind=["saved"]), "kind is ['saved']"),
-        (altered(step=1.0), "step is 1.0, expected int"),
-        (altered(step=True), "step is True, expected int"),
-        (altered(seconds="soon"), "seconds is 'soon', expected float"),
-        (altered(seconds=10**400), "seconds is 1000000"),
-        (altered(step=2**1000 + 1), "step has 1001 bits, expected at most 1000"),
-        (altered(step=-(2**1000) - 1), "step has 1001 bits, expected at most 1000"),
-        (altered(reason=None), "reason is None, expected str"),
-        (altered(checkpoint="x" * 10_000, step=None), "step is None"),
+        *((line, ()) for line in ("", encode(SAVED)[:-9], "\0\0\0\0", "[" * 100_000)),
+        ('{"v":1,"kind":"saved","time":NaN}', ("NaN",)),
+        ("[1]", ("list",)),
+        ('"saved"', ("str",)),
+        ("{}", ("kind",)),
+        ('{"kind":"saved"}', ("v ",)),
+        *((altered(v=value), ("v ", repr(value))) for value in (True, 0, "1")),
+        (altered(kind=["saved"]), ("kind", "['saved']")),
+        (altered(step=1.0), ("step", "1.0", "int")),
+        (altered(step=True), ("step", "True", "int")),
+        (altered(seconds="soon"), ("seconds", "'soon'", "float")),
+        (altered(seconds=10**400), ("seconds", "1000000")),
+        *((altered(step=one), ("step", "1001", "1000")) for one in (2**1000 + 1, -(2**1000) - 1)),
+        (altered(reason=None), ("reason", "None", "str")),
+        (altered(checkpoint="x" * 10_000, step=None), ("step", "None")),
     ],
-    ids=lambda value: str(value)[:24].replace("\0", "0"),
+    ids=range(21),
 )
-def test_a_wrong_line_is_named(line: str, said: str) -> None:
+def test_a_wrong_line_is_refused_with_what_is_wrong(line: str, named: tuple[str, ...]) -> None:
     with pytest.raises(CodecError) as raised:
         decode(line)
-    assert said in str(raised.value)
-    assert repr(line[:100])[1:-1] in str(raised.value)
+    assert all(word in str(raised.value) for word in (*named, repr(line[:100])[1:-1]))
     assert len(str(raised.value)) < 1000
 
 
@@ -169,17 +166,6 @@ def test_whole_numbers_of_a_thousand_bits_are_read(step: int) -> None:
     record = decode(altered(step=step))
     assert isinstance(record, Saved)
     assert record.step == step
-
-
-def test_an_error_quotes_a_line_up_to_120_characters() -> None:
-    line = "x" * 120
-    said = "not a line of the event log: not JSON (Expecting value: line 1 column 1 (char 0)); the line: "
-    with pytest.raises(CodecError) as whole:
-        decode(line)
-    assert str(whole.value) == f"{said}'{line}'"
-    with pytest.raises(CodecError) as cut:
-        decode(line + "y")
-    assert str(cut.value) == f"{said}'{line}...'"
 
 
 def test_a_value_for_json_has_lists_and_no_numbers_that_are_not_finite() -> None:
@@ -201,16 +187,6 @@ def test_a_damaged_line_is_decoded_or_refused(record: Record, data: st.DataObjec
         assert same(decode(encode(found)), found)
 
 
-def test_a_whole_number_is_a_float_where_one_is_expected() -> None:
-    assert same(
-        decode(altered(seconds=2)), Saved(12.5, 3.25, 7, 120, SAVED.checkpoint, 4096, 2.0, SAVED.reason)
-    )
-
-
-def test_what_the_class_does_not_name_is_passed_over() -> None:
-    assert decode(altered(colour="blue")) == SAVED
-
-
 @dataclass(frozen=True)
 class Strange(Record):
     """Of no kind that the log knows."""
@@ -227,7 +203,7 @@ class Strange(Record):
     ids=["kind", "path", "set", "nan as a name"],
 )
 def test_what_cannot_be_a_line_is_refused(record: Record) -> None:
-    with pytest.raises(CodecError, match="it was not written"):
+    with pytest.raises(CodecError):
         encode(record)
 
 

@@ -26,12 +26,7 @@ from outlast.recovery.policy.events import (
     SaveLost,
     TimeoutsLearned,
 )
-
-EPOCH = 1_795_000_000.0
-
-
-def seconds(ledger: Ledger) -> dict[str, float]:
-    return {name.value: spent for name, spent in ledger.seconds.items() if spent}
+from tests.observe.policy.builders import EPOCH, seconds
 
 
 class Job:
@@ -267,11 +262,6 @@ def test_in_whatever_order_each_second_is_counted_once(job: Job, dice: object) -
     check(fold(log[: len(log) // 2]))
 
 
-def test_an_empty_log_is_an_empty_ledger() -> None:
-    ledger = fold([])
-    assert (ledger.wall, ledger.goodput, ledger.launches, ledger.end) == (0.0, 0.0, 0, None)
-
-
 def small_job() -> Job:
     """A job of one generation: 2 s of start, 10 s of training, 1 + 10 steps."""
     job = Job()
@@ -282,17 +272,7 @@ def small_job() -> Job:
 
 
 def spent(job: Job) -> dict[str, float]:
-    return {name.value: seconds for name, seconds in fold(job.log).seconds.items() if seconds}
-
-
-def test_a_load_that_is_relayed_after_the_first_step_is_still_a_load() -> None:
-    job = small_job()
-    job.save(1.0, fails=False)
-    job.fault(1.0, job.step)
-    job.begin((1.0, 1.0, 1.0), next(iter(job.checkpoints)), 1.0, Category.RECOVERING)
-    job.log[-2:] = reversed(job.log[-2:])
-    assert isinstance(job.log[-1], Loaded)
-    assert Category.LOST_WORK not in spent(job)
+    return seconds(fold(job.log))
 
 
 def test_a_generation_number_that_comes_again_has_loaded_nothing_yet() -> None:
@@ -308,15 +288,6 @@ def test_a_generation_number_that_comes_again_has_loaded_nothing_yet() -> None:
     assert spent(job) == {"training": 3.0, "lost_work": 13.0, "starting": 6.0, "down": 10.0}
 
 
-def test_progress_that_is_none_is_no_step() -> None:
-    job = small_job()
-    for _ in range(3):
-        job.spend(Category.STOPPING, 5.0)
-        job.log.append(Progress(*job.now, job.step))
-    job.log.append(RunEnded(*job.now, job.step, 0, "every rank finished"))
-    assert spent(job) == {"training": 10.0, "starting": 2.0, "stopping": 15.0}
-
-
 @pytest.mark.parametrize("claimed", [4.0, -50.0])
 def test_a_save_proves_that_the_job_runs_when_the_first_step_is_missing(claimed: float) -> None:
     job = small_job()
@@ -327,13 +298,6 @@ def test_a_save_proves_that_the_job_runs_when_the_first_step_is_missing(claimed:
     job.log.append(Note(*job.now, "by the way"))
     saving = {"saving": 4.0} if claimed > 0 else {}
     assert spent(job) == {"starting": 16.0 - saving.get("saving", 0.0), "training": 3.0, **saving}
-
-
-def test_a_save_that_claims_to_be_older_than_the_fault_gives_no_negative_time() -> None:
-    job = small_job()
-    job.fault(1.0, job.step)
-    job.log.append(SaveLost(*job.now, 11, 1e6, "disk full"))
-    assert [incident.running_again_after for incident in fold(job.log).incidents] == [0.0]
 
 
 def test_a_load_whose_save_was_not_recorded_goes_back_to_where_its_step_was_known() -> None:
@@ -390,10 +354,3 @@ def test_marks_that_are_older_than_the_fault_take_no_time() -> None:
     check(ledger)
     assert ledger.incidents[0].running_again_after == 1.0
     assert ledger.incidents[0].phases == {"stop": 2.0, "load": 0.0, "first_step": 0.0}
-
-
-def test_launches_that_are_ages_apart_add_up_all_the_same() -> None:
-    ages = [RunStarted(9e9 * n**9, 7.7, n, "job", "n01", 1, str(n), (), 2, "") for n in range(9)]
-    log = [*ages, Progress(ages[-1].time, 9.7, 8, 1)]
-    check(fold(log))
-    assert fold(log).wall == 2.0**32

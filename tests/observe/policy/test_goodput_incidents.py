@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger, fold, placed
 from outlast.recovery.policy.events import (
-    ActionTaken,
-    FaultSeen,
-    FirstStep,
-    GenerationStarted,
-    Loaded,
     Progress,
     Record,
-    RunEnded,
-    RunStarted,
-    Saved,
     TimeoutsLearned,
 )
-
-EPOCH = 1_795_000_000.0
-
-
-def seconds(ledger: Ledger) -> dict[str, float]:
-    return {name.value: spent for name, spent in ledger.seconds.items() if spent}
-
-
-@dataclass
-class Line:
-    """Makes records at seconds after the start of one launch."""
-
-    generation: int = 1
-
-    def at(self, after: float) -> tuple[float, float, int]:
-        return EPOCH + after, 100.0 + after, self.generation
-
-    def start(self, after: float = 0.0, boot_id: str = "boot") -> RunStarted:
-        return RunStarted(*self.at(after), "job", "n01", 1, boot_id, (), 2, "a new run")
-
-    def workers(self, after: float) -> GenerationStarted:
-        return GenerationStarted(*self.at(after), 2, (1, 2), "zygote", "")
-
-    def step(self, after: float, step: int = 1, **marks: float) -> FirstStep:
-        return FirstStep(*self.at(after), step, {name: 100.0 + mark for name, mark in marks.items()})
-
-    def fault(self, after: float, since: float, step: int = 10, kind: str = "crash") -> FaultSeen:
-        return FaultSeen(*self.at(after), kind, "n01", 1, step, 100.0 + since, "died", "signal 9")
-
-    def action(self, after: float, kind: str = "restart-in-job") -> ActionTaken:
-        return ActionTaken(*self.at(after), kind, self.generation + 1, "newest", "because")
-
-    def saved(self, after: float, step: int, spent: float = 0.0) -> Saved:
-        return Saved(*self.at(after), step, f"c{step}", 1, spent, "due")
-
-    def loaded(self, after: float, step: int, spent: float = 0.0) -> Loaded:
-        return Loaded(*self.at(after), step, f"c{step}", 1, spent, "newest")
-
-    def ended(self, after: float, exit_code: int = 0) -> RunEnded:
-        return RunEnded(*self.at(after), 99, exit_code, "")
-
+from tests.observe.policy.builders import EPOCH, Line, seconds
 
 ONE, TWO, THREE, FOUR = Line(1), Line(2), Line(3), Line(4)
 BEGUN: list[Record] = [ONE.start(), ONE.workers(1.0), ONE.step(2.0)]
@@ -120,17 +72,6 @@ def test_a_fresh_start_loses_everything() -> None:
     assert ledger.incidents[0].steps_lost == 30
 
 
-def test_a_checkpoint_whose_record_is_missing_is_found_by_its_step() -> None:
-    log = [
-        *BEGUN,
-        Progress(*ONE.at(12.0), 10),
-        Progress(*ONE.at(22.0), 20),
-        ONE.fault(32.0, since=32.0, step=30),
-    ]
-    log += [ONE.action(32.0), TWO.loaded(33.0, 15), TWO.step(34.0, 16)]
-    assert fold(log).seconds[Category.LOST_WORK] == 32.0 - 12.0
-
-
 def test_a_checkpoint_of_which_nothing_is_known_loses_all_work() -> None:
     log = [ONE.start(), ONE.workers(0.0), ONE.step(0.5), ONE.fault(4.0, since=4.0), ONE.action(4.0)]
     assert fold([*log, TWO.loaded(6.0, 0), TWO.step(7.0)]).seconds[Category.LOST_WORK] == 3.5
@@ -157,18 +98,6 @@ def test_a_fault_that_stops_the_job_is_told_and_not_waited_for() -> None:
     assert (ledger.seconds[Category.STOPPING], ledger.seconds[Category.DOWN]) == (1.0, 4987.0)
 
 
-def test_what_waits_when_a_job_is_stopped_does_not_wait_over_night() -> None:
-    log = [
-        *BEGUN,
-        ONE.fault(12.0, since=11.0),
-        ONE.action(12.0),
-        ONE.action(13.0, "stop"),
-        ONE.ended(14.0, 143),
-    ]
-    log += [TWO.start(5000.0), TWO.workers(5001.0), TWO.step(5002.0)]
-    assert [one.running_again_after for one in fold(log).incidents] == [None]
-
-
 def test_a_stop_that_was_asked_for_is_stopping_from_there_on() -> None:
     log = [*BEGUN, Progress(*ONE.at(10.0), 10), ONE.action(14.0, "stop"), ONE.ended(15.0, 143)]
     assert seconds(fold(log)) == {"starting": 2.0, "training": 12.0, "stopping": 1.0}
@@ -184,12 +113,6 @@ def test_between_boots_wall_time_counts_and_is_never_negative() -> None:
 def test_within_a_boot_a_jump_of_the_wall_clock_changes_nothing() -> None:
     log = [*BEGUN, Progress(*ONE.at(10.0), 10), replace(TWO.start(40.0), time=EPOCH - 1e6)]
     assert fold(log).seconds[Category.DOWN] == 30.0
-
-
-def test_a_report_that_was_relayed_late_has_its_own_time() -> None:
-    """A worker's record carries the worker's clock; the agent may write another one first."""
-    log = [*BEGUN, Progress(*ONE.at(12.5), 10), ONE.saved(12.0, 10, spent=1.0), Progress(*ONE.at(20.0), 20)]
-    assert seconds(fold(log)) == {"starting": 2.0, "saving": 1.0, "training": 17.0}
 
 
 def test_without_a_launcher_training_begins_with_the_session_or_its_load() -> None:
@@ -234,7 +157,8 @@ TWO_LAUNCHES: list[Record] = [
 def test_the_whole_ledger_of_a_job_that_lost_a_rank_and_then_its_launcher() -> None:
     ledger = fold(TWO_LAUNCHES)
     phases = {"stop": 0.5, "first_step": 1.5}
-    died = "the launcher (pid 1) wrote no end of its run"
+    died = ledger.incidents[-1].reason
+    assert "pid 1" in died
     assert ledger == Ledger(
         run_id="job",
         began=EPOCH,
@@ -291,11 +215,6 @@ def test_the_spans_of_a_ledger_have_no_gaps_and_neighbours_differ() -> None:
     )
 
 
-def test_an_agent_that_dies_before_any_step_had_none() -> None:
-    log = [ONE.start(), ONE.workers(1.0), TWO.start(5.0), TWO.workers(6.0)]
-    assert [one.step for one in fold(log).incidents] == [-1]
-
-
 def test_a_generation_that_fails_before_its_first_step_is_starting_until_it_is_answered() -> None:
     log = [*BEGUN[:2], ONE.fault(10.0, since=9.0), ONE.action(10.0), TWO.fault(15.0, since=15.0)]
     log += [TWO.action(15.0), THREE.workers(16.0), THREE.step(17.0)]
@@ -322,25 +241,14 @@ def test_a_fault_says_how_long_it_was_not_seen_if_it_knows(
     assert [one.detected_after for one in fold(log).incidents] == [detected_after]
 
 
-def test_no_time_before_a_launch_is_counted_as_its_own() -> None:
-    log = [ONE.start(), ONE.workers(0.0), ONE.step(0.0), ONE.fault(2.0, since=-50.0), ONE.saved(3.0, 9)]
-    assert seconds(fold(log)) == {"detecting": 2.0, "training": 1.0}
-
-
 def test_a_log_without_its_start_is_not_taken_for_starting() -> None:
     log = [ONE.workers(0.0), Progress(*ONE.at(2.0), 6), Progress(*ONE.at(4.0), 7)]
     ledger = fold([*log, FOUR.start(9.0)])
     assert seconds(ledger) == {"training": 4.0, "down": 5.0}
     [death] = ledger.incidents
-    assert (death.node, death.reason) == ("", "the launcher wrote no end of its run")
+    assert death.node == ""
 
 
 def test_a_clock_that_is_none_is_where_its_launch_begins() -> None:
     log = [replace(ONE.start(), clock=math.nan), Progress(0.0, 3.5, 1, 9)]
     assert [at for at, _ in placed(log)] == [0.0, 3.5]
-
-
-def test_a_start_with_a_clock_that_is_none_does_not_end_the_report_of_a_death() -> None:
-    log = [*BEGUN, replace(TWO.start(5.0), clock=math.inf), Progress(*TWO.at(6.0), 9)]
-    [death] = fold(log).incidents
-    assert (death.kind, death.action_reason) == (AGENT_DEATH, "")

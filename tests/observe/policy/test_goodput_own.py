@@ -8,7 +8,7 @@ import pytest
 
 from outlast.observe.policy.goodput import Category, Incident, Ledger, fold
 from outlast.recovery.policy.events import FaultSeen, FirstStep, Progress, Record, RunEnded, ScriptSaved
-from tests.observe.policy.test_goodput_incidents import Line
+from tests.observe.policy.builders import Line
 
 
 def first_step(line: Line, after: float, step: int, source: str) -> FirstStep:

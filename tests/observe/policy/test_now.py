@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from outlast.launcher.output.status import line
 from outlast.observe.policy.goodput import AGENT_DEATH, fold
 from outlast.observe.policy.now import (
-    RATE_SECONDS,
     CheckpointNow,
     IncidentNow,
     NodeNow,
@@ -20,38 +17,28 @@ from outlast.observe.policy.now import (
     State,
 )
 from outlast.observe.recorder import read
-from outlast.observe.top import doing
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
     FirstStep,
     GenerationStarted,
     Loaded,
-    Note,
     Progress,
     Record,
     RunEnded,
-    RunStarted,
     Saved,
     SaveLost,
     ScriptSaved,
     StepsPlanned,
     StragglerSeen,
 )
+from tests.observe.policy.builders import DATA, START, progress
+from tests.observe.policy.builders import told_now as after
 
-DATA = Path(__file__).parent.parent / "data"
-START = RunStarted(10.0, 10.0, 1, "id", "n0", 7, "boot", ("train.py",), 4, "a new run")
 BEGUN = GenerationStarted(11.0, 11.0, 1, 4, (70, 71), "zygote", "2 workers")
 TRAINS = FirstStep(12.0, 12.0, 1, 0, {}, "session")
 FAULT = FaultSeen(30.0, 30.0, 1, "crash", "n0", 2, 50, 29.0, "rank 2 died", "signal 9")
 RESTART = ActionTaken(30.0, 30.0, 1, "restart-in-job", 2, "newest", "attempt 1 of 3")
-
-
-def after(*records: Record, node: str = "") -> Now:
-    told = NowFold()
-    for record in records:
-        told.take(record, node)
-    return told.now()
 
 
 def test_a_run_is_told_from_its_start_to_its_end() -> None:
@@ -79,27 +66,9 @@ def test_a_wait_before_a_start_is_known_until_the_start() -> None:
     waits = replace(RESTART, wait=10.0)
     told = after(START, BEGUN, FAULT, waits)
     assert (told.state, told.starts_at) == (State.RECOVERING, waits.time + 10.0)
-    assert "next start in 7 s" in doing(told, waits.time + 3.0)
-    assert "7 s" in line(replace(told, step=-1), waits.time + 3.0, 80)
-    assert "next start" not in doing(told, waits.time + 11.0)
     following = replace(BEGUN, time=45.0, clock=45.0, generation=2)
     assert after(START, BEGUN, FAULT, waits, following).starts_at == 0.0
     assert after(START, BEGUN, FAULT, waits, replace(waits, next_generation=3, wait=0.0)).starts_at == 0.0
-
-
-def test_of_a_run_without_a_log_nothing_is_known() -> None:
-    assert asdict(after()) == {
-        **{"run_id": "", "state": State.EMPTY, "generation": 0, "ranks": 0, "nodes": (), "end": None},
-        **{"step": -1, "source": "", "rate": None, "total": 0, "stepped": 0.0, "heard": 0.0, "launches": 0},
-        **{"faults": {}, "actions": {}, "checkpoints": (), "saves": 0, "saves_lost": 0, "slow": ()},
-        **{"incident": None, "starts_at": 0.0},
-    }
-
-
-def test_of_a_log_without_its_begin_only_the_node_is_known() -> None:
-    told = after(Note(0.5, 0.5, 0, "the clock of this node was reset"))
-    node = NodeNow("", generation=0, ranks=0, step=-1, heard=0.5, present=True, lost=False)
-    assert told == Now(state=State.STARTING, nodes=(node,), heard=0.5)
 
 
 def test_all_that_the_log_tells_of_a_run() -> None:
@@ -118,8 +87,8 @@ def test_all_that_the_log_tells_of_a_run() -> None:
         FirstStep(40.0, 40.0, 2, 41, {}, "session"),
         slow,
         ScriptSaved(55.0, 55.0, 2, 50),
-        Progress(60.0, 60.0, 2, 51, "session"),
-        Progress(65.0, 65.0, 2, 51, "session"),
+        progress(60.0, 51, 2),
+        progress(65.0, 51, 2),
         node="n0",
     )
     assert told == Now(
@@ -184,14 +153,14 @@ def test_a_rate_needs_steps_of_the_last_minute_or_the_latest_three(
     steps: list[tuple[float, int]], rate: float | None
 ) -> None:
     (clock, step), *others = steps
-    told = [Progress(clock, clock, 1, step, "session") for clock, step in others]
+    told = [progress(clock, step) for clock, step in others]
     assert after(BEGUN, replace(TRAINS, clock=clock, step=step), *told).rate == rate
 
 
 def test_a_rate_is_not_one_of_steps_before_a_start_or_a_load() -> None:
     again = replace(BEGUN, time=31.0, clock=31.0, generation=2)
-    before = (START, BEGUN, TRAINS, Progress(20.0, 20.0, 1, 80, "session"))
-    steps = [Progress(at, at, 2, step, "session") for at, step in ((40.0, 110), (50.0, 130))]
+    before = (START, BEGUN, TRAINS, progress(20.0, 80))
+    steps = [progress(at, step, 2) for at, step in ((40.0, 110), (50.0, 130))]
     resumed = replace(TRAINS, time=40.0, clock=40.0, generation=2, step=110)
     assert after(*before, FAULT, RESTART, again, resumed).rate is None
     assert after(*before, FAULT, RESTART, again, resumed, *steps).rate == 2.0
@@ -218,20 +187,10 @@ def test_a_launch_forgets_the_steps_of_the_one_before() -> None:
     assert (told.state, told.step, told.stepped, told.rate) == (State.TRAINING, 10, 95.0, None)
 
 
-def test_a_session_without_a_launcher_trains_from_its_load_or_save_on() -> None:
-    session = replace(START, generation=0)
-    for record in (
-        Loaded(32.0, 32.0, 0, 60, "step-60", 1, 0.1, ""),
-        Saved(32.0, 32.0, 0, 60, "step-60", 1, 0.1, ""),
-    ):
-        told = after(session, record)
-        assert (told.state, told.step, told.ranks) == (State.TRAINING, 60, 4)
-
-
 @pytest.mark.parametrize(
     "record",
     [
-        Progress(32.0, 32.0, 1, 60, "session"),
+        progress(32.0, 60),
         Loaded(32.0, 32.0, 2, 60, "step-60", 1, 0.1, "the newest"),
         Saved(32.0, 32.0, 1, 60, "step-60", 1, 0.1, "every 20 steps"),
     ],
@@ -251,8 +210,8 @@ def test_every_rank_has_reached_what_is_saved() -> None:
         told = after(START, BEGUN, TRAINS, saved)
         assert (told.step, told.stepped, told.nodes[0].step) == (60, 32.0, 60)
     assert after(START, BEGUN, TRAINS, SAVED, ScriptSaved(33.0, 33.0, 1, 60)).stepped == 32.0
-    assert after(START, BEGUN, TRAINS, Progress(31.5, 31.5, 1, 60, "session"), SAVED).stepped == 31.5
-    further = Progress(33.0, 33.0, 1, 61, "session")
+    assert after(START, BEGUN, TRAINS, progress(31.5, 60), SAVED).stepped == 31.5
+    further = progress(33.0, 61)
     assert after(START, BEGUN, TRAINS, SAVED, further).step == 61
     told = NowFold()
     for node in ("n0", "lost"):
@@ -275,8 +234,8 @@ def test_every_rank_has_reached_what_is_saved() -> None:
             Loaded(33.0, 33.0, 2, 40, "step-40", 1, 0.1, "an older one"),
             replace(SAVED, generation=2),  # the writer has completed what was staged before
         ),
-        (SAVED, START, replace(BEGUN, generation=1), Progress(34.0, 34.0, 1, 40, "session")),
-        (SAVED, replace(BEGUN, generation=2), Progress(34.0, 34.0, 2, 40, "session")),
+        (SAVED, START, replace(BEGUN, generation=1), progress(34.0, 40)),
+        (SAVED, replace(BEGUN, generation=2), progress(34.0, 40, 2)),
     ],
 )
 def test_a_checkpoint_from_before_a_load_or_a_start_says_nothing_of_the_step(
@@ -309,30 +268,9 @@ def test_what_two_leaders_write_is_counted_once() -> None:
     assert (now.saves, now.saves_lost, now.faults, now.restarts) == (1, 1, {"crash": 1}, 1)
 
 
-def test_of_what_was_counted_the_latest_4096_are_remembered() -> None:
-    told = NowFold()
-    saves = [Saved(20.0, 20.0, 1, 40, f"step-{at}", 9, 0.1, "") for at in range(4097)]
-    for one in (*saves[:4096], saves[0]):
-        told.take(one)
-    assert told.now().saves == 4096
-    for one in (saves[4096], saves[1], saves[0]):  # the first one is forgotten
-        told.take(one)
-    assert told.now().saves == 4098
-
-
-def test_the_rate_is_that_of_the_last_minute() -> None:
-    steps = [Progress(20.0 + 5 * one, 20.0 + 5 * one, 1, 100 * one, "session") for one in range(20)]
-    faster = [Progress(115.0 + 5 * one, 115.0 + 5 * one, 1, 1900 + 500 * one, "") for one in range(1, 20)]
-    assert after(START, BEGUN, TRAINS, *steps).rate == 20.0
-    assert after(START, BEGUN, TRAINS, *steps, *faster).rate == 100.0
-    slow = [Progress(600.0 * one, 600.0 * one, 1, one, "session") for one in range(1, 6)]
-    assert slow[1].clock - slow[0].clock > RATE_SECONDS
-    assert after(START, BEGUN, TRAINS, *slow).rate == pytest.approx(1 / 600, rel=0.01)
-
-
 def test_a_rate_ends_with_the_steps_and_with_the_run() -> None:
-    steps = [Progress(12.0 + at, 12.0 + at, 1, 100 * at, "session") for at in range(0, 65, 5)]
-    hang = [Progress(72.0 + at, 72.0 + at, 1, 6000, "session") for at in range(5, 125, 5)]
+    steps = [progress(12.0 + at, 100 * at) for at in range(0, 65, 5)]
+    hang = [progress(72.0 + at, 6000) for at in range(5, 125, 5)]
     assert after(START, BEGUN, TRAINS, *steps).rate == 100.0
     assert (after(START, BEGUN, TRAINS, *steps, *hang[:6]).rate or 100.0) < 70.0
     assert after(START, BEGUN, TRAINS, *steps, *hang).rate is None
@@ -356,34 +294,13 @@ def test_steps_of_another_source_are_not_compared_with_those_before() -> None:
 
 
 def test_a_number_of_steps_that_no_loop_has_is_not_taken() -> None:
-    steps = (TRAINS, Progress(17.0, 17.0, 1, 50, "session"))
+    steps = (TRAINS, progress(17.0, 50))
     planned = StepsPlanned(13.0, 13.0, 1, 150)
     assert after(START, BEGUN, planned, *steps).seconds_left == 10.0
     told = after(START, BEGUN, planned, replace(planned, total=10**400), *steps)
     assert (told.total, told.seconds_left) == (150, 10.0)
     assert after(planned, replace(planned, total=2**63)).total == 2**63
     assert after(planned, replace(planned, total=2**63 + 1)).total == 150
-
-
-def test_a_step_that_does_not_advance_keeps_the_time_at_which_it_was_told_first() -> None:
-    told = after(START, BEGUN, *(Progress(at, at, 1, 7, "session") for at in (20.0, 25.0, 30.0)))
-    assert (told.step, told.stepped, told.heard, told.rate) == (7, 20.0, 30.0, None)
-
-
-def test_steps_begin_again_with_a_generation_and_with_what_was_loaded() -> None:
-    again = replace(BEGUN, generation=2)
-    before = (START, BEGUN, Progress(20.0, 20.0, 1, 90, "session"), FAULT, RESTART, again)
-    assert after(*before).step == -1
-    assert after(*before, Loaded(32.0, 32.0, 2, 60, "step-60", 1, 0.1, "the newest")).step == 60
-
-
-def test_checkpoints_are_told_by_tier_and_counted_once() -> None:
-    one = Saved(20.0, 20.0, 1, 40, "step-000000040.g1", 9, 0.1, "every 20 steps")
-    told = after(
-        START, BEGUN, one, one, ScriptSaved(21.0, 21.0, 1, 41), SaveLost(22.0, 22.0, 1, 60, 0.1, "full")
-    )
-    assert [(each.tier, each.step) for each in told.checkpoints] == [("disk", 40), ("script", 41)]
-    assert (told.saves, told.saves_lost) == (1, 1)
 
 
 def test_a_fault_without_an_action_and_an_end_without_a_fault_are_no_incidents() -> None:
@@ -404,7 +321,7 @@ def test_a_slow_rank_is_told_until_it_is_slow_no_more_or_started_again() -> None
 def test_the_job_is_as_far_as_the_slowest_node_of_its_newest_generation() -> None:
     told = NowFold()
     for node, step in (("n0", 30), ("n1", 20), ("lost", 10)):
-        for record in (START, BEGUN, Progress(20.0, 20.0, 1, step, "session")):
+        for record in (START, BEGUN, progress(20.0, step)):
             told.take(record, node)
     assert told.now().step == 10
     for node, step in (("n0", 33), ("n1", 31)):
