@@ -16,8 +16,9 @@ from outlast.errors import UsageError
 from outlast.health.agent.telemetry.recorded import read
 from outlast.health.policy.simulation import Kind
 from outlast.health.policy.telemetry import DeviceSample, HostSample, Sample, Silence, XidEvent
+from tests.health.collectors import Node
 from tests.support.jobs import mounted
-from tests.support.nvml_library import Node, StandIn, installed
+from tests.support.nvml_library import StandIn, installed
 
 
 def made(tmp_path: Path, *words: str, name: str = "replay.jsonl") -> list[Sample]:

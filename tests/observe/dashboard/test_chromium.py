@@ -14,9 +14,9 @@ pytest.importorskip("uvicorn", reason="the dashboard's extra is not installed")
 from outlast import cli
 from outlast.observe.requests import Request, What, take
 from outlast.observe.run_folder import RunFolder
-from tests.observe.dashboard.pages import EVENTFUL, FAULT, HEALTHY, append, served
 from tests.support import browser
 from tests.support.browser import Tab
+from tests.support.dashboards import EVENTFUL, FAULT, HEALTHY, append, served
 from tests.support.launching import until
 
 pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not installed")
@@ -79,6 +79,7 @@ def test_a_job_is_asked_to_save_from_the_page_by_who_may(tab: Tab, tmp_path: Pat
     append(run.events, HEALTHY)
     token.write_text("staple-battery-correct")
     token.chmod(0o600)
+    tab.open("about:blank")  # which has no server that could be missing
     with served("--act-token-file", token, run.root) as server:
         tab.complaints.clear()
         tab.open(f"http://127.0.0.1:{server.port}/")

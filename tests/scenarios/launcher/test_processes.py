@@ -1,0 +1,320 @@
+"""Processes of a job that are killed, stopped or left behind, and files that vanish under it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Run, is_gone, running, runtime_folders, until
+from tests.support.processes import child_running, children_running, state_of, tree_of
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 60
+
+TRAINING = """
+import os, subprocess, sys, time
+from pathlib import Path
+import torch, outlast
+
+HERE = Path(__file__).parent
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+options = outlast.CheckpointOptions(non_persistent_save_interval=1)
+with outlast.start(save_interval=20, checkpoints=options) as session:
+    done = session.restore(model=model, optimizer=optimizer)
+    with open(HERE / "loaded", "a") as file:
+        file.write(f"{done}\\n")
+    for step in session.steps(int(sys.argv[1])):
+        model(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (HERE / "step.new").write_text(str(step + 1))
+        (HERE / "step.new").rename(HERE / "step")
+        time.sleep(0.02)
+"""
+
+
+class Training(Run):
+    """A job of one rank that keeps every step in memory and every 20th on disk."""
+
+    def __init__(self, folder: Path, steps: int = 100_000, options: tuple[str, ...] = ()) -> None:
+        self.script = folder / "train.py"
+        self.script.write_text(TRAINING)
+        super().__init__(folder / "run", str(self.script), str(steps), options=options)
+
+    @property
+    def step(self) -> int:
+        try:
+            return int((self.script.parent / "step").read_text())
+        except FileNotFoundError:
+            return 0
+
+    def reach(self, step: int) -> None:
+        until(lambda: self.step >= step, lambda: f"step {step}:\n{self.console()}")
+
+    @property
+    def writer(self) -> int:
+        assert self.process is not None
+        return child_running(self.process.pid, "outlast.checkpoint.writer")
+
+    def on_disk(self) -> int:
+        """Return the newest step that is committed."""
+        return max((one["step"] for one in self.records("saved")), default=0)
+
+
+def ended(run: Run) -> dict[str, object]:
+    (found,) = run.records("run_ended")
+    return found
+
+
+LEAVES = """
+import os, subprocess, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
+nested = "sleep 1000 & echo $! > {0}.new; mv {0}.new {0}; wait".format(here / f"nested-{generation}")
+subprocess.Popen(["sh", "-c", nested], start_new_session=True)
+daemon = "setsid sleep 1000 & echo $! > {0}.new; mv {0}.new {0}".format(here / f"daemon-{generation}")
+subprocess.run(["sh", "-c", daemon], check=True)
+while not all((here / f"{one}-{generation}").exists() for one in ("nested", "daemon")):
+    time.sleep(0.01)
+(here / f"ready-{generation}").touch()
+while not (here / f"go-{generation}").exists():
+    time.sleep(0.01)
+sys.exit(3 if generation == "0" else 0)
+"""
+
+
+@pytest.mark.parametrize("end", ["restart", "agent"])
+def test_nothing_that_a_rank_has_started_outlives_its_generation(tmp_path: Path, end: str) -> None:
+    """Nor what has a session of its own, or a parent there; nor if the agent is killed."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES)
+
+    def left(generation: int) -> list[int]:
+        until((tmp_path / f"ready-{generation}").exists, f"the rank; console:\n{run.console()}")
+        found = [int((tmp_path / f"{one}-{generation}").read_text()) for one in ("nested", "daemon")]
+        assert not any(map(is_gone, found))
+        return found
+
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--max-restarts=1",))
+    with running(run):
+        assert run.process is not None
+        first = left(0)
+        if end == "agent":
+            run.process.send_signal(signal.SIGKILL)
+            until(lambda: all(map(is_gone, first)), "the end of all processes")
+            until(lambda: not runtime_folders(run.process.pid), "the runtime folder to go")
+            return
+        (tmp_path / "go-0").touch()
+        second = left(1)
+        assert all(map(is_gone, first)), "they have ended before the next generation"
+        (tmp_path / "go-1").touch()
+        assert run.finish() == 0, run.console()
+    assert all(map(is_gone, second))
+
+
+SHARES = """
+import os, signal, sys, time
+from multiprocessing import shared_memory
+from pathlib import Path
+here, rank = Path(sys.argv[1]), os.environ["RANK"]
+generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+prefix = f"outlast_test_{os.environ['TORCHELASTIC_RUN_ID']}"
+found = [one for one in os.listdir("/dev/shm") if one.startswith(prefix)]
+found = [one for one in found if not one.startswith(f"{prefix}-{generation}")]
+with open(here / "found", "a") as file:
+    file.write("".join(f"{one}\\n" for one in found))
+memory = shared_memory.SharedMemory(f"{prefix}-{generation}-{rank}", create=True, size=4096)
+(here / f"made-{generation}-{rank}").touch()
+while not all((here / f"made-{generation}-{one}").exists() for one in range(2)):
+    time.sleep(0.01)
+if generation < 2:
+    if rank == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+memory.close()
+memory.unlink()
+"""
+
+
+def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARES)
+    others = Path(f"/dev/shm/outlast_test_other_{os.getpid()}")
+    others.touch()
+    try:
+        run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+        with running(run):
+            assert run.finish() == 0, run.console()
+        assert (tmp_path / "found").read_text() == ""
+        assert others.exists()
+    finally:
+        others.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
+    tmp_path: Path, number: int
+) -> None:
+    with running(Training(tmp_path)) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        first = run.writer
+        run.process.send_signal(signal.SIGTERM)
+        os.kill(first, number)
+        assert run.finish() == 143, run.console()
+    assert run.on_disk() > 20, run.console()
+    assert is_gone(first)
+
+
+def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: Path) -> None:
+    """All of them stand still when the launcher is killed; the same command can be started at once."""
+    held: dict[int, int] = {}
+    try:
+        with running(Training(tmp_path)) as run:
+            assert isinstance(run, Training)
+            run.reach(5)
+            for pid in tree_of(run.process.pid)[1:]:
+                with contextlib.suppress(ProcessLookupError):
+                    held[pid] = os.pidfd_open(pid)
+                    signal.pidfd_send_signal(held[pid], signal.SIGSTOP)
+            writer = run.writer
+            run.process.kill()
+            run.process.wait()
+            with open(run.folder / "lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where another has it
+            until(lambda: state_of(writer) == "T", "the writer to stand still")
+    finally:
+        for descriptor in held.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            os.close(descriptor)
+    until(lambda: all(map(is_gone, held)), "the end of all")
+    assert runtime_folders(run.process.pid) == []
+
+
+@pytest.mark.parametrize("sudden", [True, False])
+def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, sudden: bool) -> None:
+    """At once, if workers are to be started; else soon."""
+    with running(Training(tmp_path, steps=200)) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        (folder,) = runtime_folders(run.process.pid)
+        shutil.rmtree(folder)
+        if not sudden:
+            until((folder / "control").exists, "the folder to be made again")
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.finish() == 0, run.console()
+    assert ended(run)["exit_code"] == 0
+    loaded = (tmp_path / "loaded").read_text().split()
+    assert len(loaded) == 2
+    assert int(loaded[1]) >= 20
+    assert runtime_folders(run.process.pid) == []
+
+
+def test_a_launcher_that_fails_brings_the_newest_state_to_disk(tmp_path: Path) -> None:
+    with running(Training(tmp_path)) as run:
+        assert isinstance(run, Training)
+        run.reach(37)
+        shutil.rmtree(run.folder / "logs")
+        (run.folder / "logs").touch()
+        os.kill(run.pids()[0], signal.SIGKILL)
+        assert run.finish() == 73, run.console()
+    assert ended(run)["exit_code"] == 73
+    assert run.on_disk() >= 36
+    assert runtime_folders(run.process.pid) == []
+
+
+ENDS_EARLY = """
+here=$1
+if [ "$RANK" = 0 ]; then echo $$ > $here/pid.new; mv $here/pid.new $here/pid; exit 0; fi
+while [ ! -e $here/go ]; do sleep 0.05; done
+"""
+REUSES = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+here, end, command = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+launcher = subprocess.Popen(command)
+def until(condition):
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+until((here / "pid").exists)
+number = int((here / "pid").read_text())
+until(lambda: not os.path.exists(f"/proc/{number}"))
+while True:
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(number - 1))
+    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if bystander.pid == number:
+        break
+    bystander.kill()
+    bystander.wait()
+if end == "agent":
+    launcher.kill()
+(here / "go").touch()
+launcher.wait()
+until(lambda: not list(Path("/dev/shm").glob(f"outlast-{launcher.pid}-*")))
+(here / "result").write_text(f"{launcher.returncode} {bystander.poll()}")
+"""
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="namespaces of processes cannot be made here",
+)
+@pytest.mark.parametrize("end", ["job", "agent"])
+def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_path: Path, end: str) -> None:
+    (tmp_path / "rank.sh").write_text(ENDS_EARLY)
+    words = ("sh", str(tmp_path / "rank.sh"), str(tmp_path))
+    run = Run(tmp_path / "run", *words, options=("--no-python", "--nproc-per-node=2"))
+    run.command[:0] = [*NAMESPACE, sys.executable, "-c", REUSES, str(tmp_path), end]
+    with running(run):
+        assert run.finish() == 0, run.console()
+    code = -signal.SIGKILL if end == "agent" else 0
+    assert (tmp_path / "result").read_text() == f"{code} None"
+
+
+MEETING = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+here = Path(sys.argv[1])
+(here / "there").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp_path: Path) -> None:
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+    with running(run):
+        assert run.process is not None
+        until((tmp_path / "there").exists, run.console)
+        ranks = run.pids()
+        forks = [pid for pid in children_running(run.process.pid, "zygote.py") if os.getsid(pid) == pid]
+        zygote, *hosts = sorted(set(forks) - set(ranks))
+        host = min(hosts)  # the next one is that of a generation that may follow
+        assert zygote < host < min(ranks)
+        os.kill(host, signal.SIGKILL)
+        until(lambda: is_gone(host), "the end of the store host")
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"]) == ("crash", -1)
+    assert run.records("action_taken")[0]["action"] == "restart-in-job"

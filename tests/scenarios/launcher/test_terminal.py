@@ -1,0 +1,168 @@
+"""A launcher under a real terminal: what its ranks see of it, and what comes out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import DEADLINE, Run, until
+
+pytestmark = pytest.mark.timeout(420)
+
+SEES = """
+import os, sys, time
+size = tuple(os.get_terminal_size(1)) if os.isatty(1) else None
+print(f"sees {sys.stdout.isatty()} {sys.stderr.isatty()} {size}")
+print("partial", end="", flush=True)
+print("\\x1b[31mto stderr\\x1b[0m", file=sys.stderr, flush=True)
+if len(sys.argv) > 1:
+    while tuple(os.get_terminal_size(1)) == size:
+        time.sleep(0.01)
+    print("now", tuple(os.get_terminal_size(1)), flush=True)
+    time.sleep(600)
+"""
+
+
+class OnTerminal:
+    """A launcher whose three streams are a terminal of its own, which it leads."""
+
+    def __init__(self, run: Run) -> None:
+        self.master, slave = os.openpty()
+        self.resize(33, 111)
+        self.process = subprocess.Popen(
+            run.command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - it starts no threads
+        )
+        os.close(slave)
+        self.shown = b""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def read(self) -> str:
+        os.set_blocking(self.master, False)
+        with contextlib.suppress(OSError):  # nothing more for now, or the launcher has gone
+            while chunk := os.read(self.master, 65536):
+                self.shown += chunk
+        return self.shown.decode(errors="replace")
+
+    def sees(self, text: str) -> None:
+        until(lambda: text in self.read(), lambda: f"{text!r} in {self.read()!r}")
+
+    def finish(self) -> int:
+        end = time.monotonic() + DEADLINE
+        while self.process.poll() is None and time.monotonic() < end:
+            self.read()
+            time.sleep(0.01)
+        assert self.process.returncode is not None, self.read()
+        self.read()
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def on_terminal(run: Run) -> Iterator[OnTerminal]:
+    found = OnTerminal(run)
+    try:
+        yield found
+    finally:
+        if found.process.poll() is None:
+            found.process.send_signal(signal.SIGKILL)
+            found.process.wait()
+        os.close(found.master)
+
+
+def run_of(folder: Path, *options: str, args: tuple[str, ...] = ()) -> Run:
+    script = folder / "train.py"
+    script.write_text(SEES)
+    return Run(folder / "run", str(script), *args, options=options)
+
+
+@pytest.mark.parametrize(
+    "start", [(), pytest.param(("--no-zygote",), marks=pytest.mark.long)], ids=["zygote", "cold"]
+)
+def test_one_rank_has_a_terminal_and_its_logs(tmp_path: Path, start: tuple[str, ...]) -> None:
+    with on_terminal(run_of(tmp_path, *start)) as found:
+        assert found.finish() == 0, found.shown
+    assert "sees True True (111, 33)\r\npartial" in found.shown.decode()
+    assert "\x1b[31mto stderr\x1b[0m\r\n" in found.shown.decode()
+    assert [path.read_text() for path in tmp_path.rglob("stdout.log")] == [
+        "sees True True (111, 33)\npartial"
+    ]
+    assert [path.read_text() for path in tmp_path.rglob("stderr.log")] == ["\x1b[31mto stderr\x1b[0m\n"]
+
+
+def test_a_partial_line_is_shown_and_ctrl_c_ends_the_job(tmp_path: Path) -> None:
+    with on_terminal(run_of(tmp_path, args=("waits",))) as found:
+        found.sees("partial")
+        found.resize(44, 55)
+        found.sees("now (55, 44)")
+        os.write(found.master, b"\x03")
+        assert found.finish() == 128 + signal.SIGINT, found.shown
+
+
+def test_several_ranks_have_the_terminal_itself_where_nothing_is_kept(tmp_path: Path) -> None:
+    with on_terminal(run_of(tmp_path, "--nproc-per-node=2", "--redirects=0")) as found:
+        assert found.finish() == 0, found.shown
+    assert found.shown.count(b"sees True True (111, 33)") == 2
+    assert list(tmp_path.rglob("stdout.log")) == []
+
+
+def test_several_ranks_have_lines_with_a_prefix(tmp_path: Path) -> None:
+    with on_terminal(run_of(tmp_path, "--nproc-per-node=2")) as found:
+        assert found.finish() == 0, found.shown
+    shown = found.shown.decode()
+    assert "0| sees False False None" in shown
+    assert "1| sees False False None" in shown
+
+
+def test_the_one_rank_that_is_shown_has_the_terminal(tmp_path: Path) -> None:
+    with on_terminal(run_of(tmp_path, "--nproc-per-node=2", "--local-ranks-filter=1")) as found:
+        assert found.finish() == 0, found.shown
+    assert found.shown.count(b"sees True True (111, 33)") == 1
+
+
+TRAINS = """
+import os, time, torch, outlast
+model = torch.nn.Linear(2, 2)
+with outlast.start() as session:
+    session.restore(model=model)
+    for step in session.steps(60):
+        if step == 20 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+        time.sleep(0.1)
+print("the last line")
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--redirects=3",)], ids=["shown", "written elsewhere"])
+def test_a_status_line_tells_step_and_restarts_and_leaves_nothing_behind(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    with on_terminal(Run(tmp_path / "run", str(script), options=options)) as found:
+        assert found.finish() == 0, found.shown
+    shown = found.shown.decode()
+    told = re.findall(r"\r\x1b\[K\[outlast\] [^\r]*?(\d+)\D+60([^\r]*)", shown)
+    assert bool(told) == (not options)
+    left = shown.rpartition("\n")[2].replace("\x1b[K", "\0").rpartition("\0")  # what was not erased
+    assert (left[0].endswith("\r") or left[0].endswith("\0")) == (not options)
+    assert left[2] == ""
+    if told:
+        assert any(re.search(r"\b1\b", rest) for _, rest in told), shown
