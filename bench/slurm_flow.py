@@ -19,7 +19,7 @@ from typing import Any
 
 from peers import figures
 
-from tests.clusters.slurm_cluster import SlurmCluster, missing
+from tests.support.slurm_cluster import SlurmCluster, missing
 
 JOB = Path(__file__).resolve().parent / "peers" / "slurm_flow_job.py"
 PATIENCE = 420.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.launching import DEADLINE, SCRIPTS, until
 from tests.support.ports import free_port
-from tests.support.processes import command_line, tree_of
+from tests.support.processes import command_line, listening, tree_of
 
 _MARK = "OUTLAST_TEST_AGENTS"
 _WAITING = ("--no-python", sys.executable, str(SCRIPTS / "waiting.py"))
@@ -69,21 +69,21 @@ class Agents:
     ) -> None:
         """Start agents; a setting such as ``nnodes="1:2"`` replaces what the others were given."""
         given = {**self.settings, **{f"--{key.replace('_', '-')}": one for key, one in other.items()}}
+        words = [word for pair in given.items() for word in pair if pair[1]]
         for name in names:
-            with open(self.folder / f"{name}.console", "ab") as file:
-                self.agents[name] = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "outlast", "run", "--node-name", name),
-                        *(word for pair in given.items() for word in pair if pair[1]),
-                        *self.options,
-                        *options,
-                        *self.command,
-                    ],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, _MARK: self.job, **(environment or {})},
-                )
+            ours = [sys.executable, "-m", "outlast", "run", "--node-name", name, *words]
+            self.launch(name, [*ours, *self.options, *options, *self.command], environment or {})
+
+    def launch(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
+        """Start the process of an agent."""
+        with open(self.folder / f"{name}.console", "ab") as file:
+            self.agents[name] = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, _MARK: self.job, **environment},
+            )
 
     def console(self, name: str) -> str:
         """Return what an agent has shown."""
@@ -102,9 +102,9 @@ class Agents:
                     found.append(json.loads(line))
         return [one for one in found if one["kind"] == kind]
 
-    def said(self, name: str, words: str) -> int:
-        """Return how often an agent said something."""
-        return sum(words in one["reason"] for one in self.records(name, "note"))
+    def said(self, name: str, *tokens: str) -> int:
+        """Return how many notes of an agent have all of these: a name, an option, a number."""
+        return sum(all(one in note["reason"] for one in tokens) for note in self.records(name, "note"))
 
     def until(self, condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
         """Return the first true answer of a condition; fail with what all agents have shown."""
@@ -113,9 +113,41 @@ class Agents:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.consoles()}") from None
 
-    def until_said(self, name: str, words: str) -> None:
-        """Wait until an agent says something."""
-        self.until(lambda: self.said(name, words), f"{words!r} of {name}")
+    def until_said(self, name: str, *tokens: str) -> None:
+        """Wait until a note of an agent has all of these."""
+        self.until(lambda: self.said(name, *tokens), f"{tokens} of {name}")
+
+    def start_founder(self, name: str = "n0", **given: Any) -> None:
+        """Start the agent that founds the job: it listens where agents meet."""
+        self.start(name, **given)
+        self.until(lambda: self.port in listening(self.agents[name].pid), f"{name} to found the job")
+
+    def until_seeks(self, name: str) -> None:
+        """Wait until an agent asks where agents meet."""
+        self.until_said(name, f":{self.port}")
+
+    def until_spare(self, name: str) -> None:
+        """Wait until an agent runs in a generation without ranks."""
+        self.until_said(name, "spare")
+
+    def leader(self) -> str:
+        """Return which agent leads, once the job has begun: it listens at the address in the run folder."""
+
+        def leads() -> str:
+            with contextlib.suppress(OSError, ValueError):
+                port = int(json.loads((self.run / "leader.json").read_text())["address"].rpartition(":")[2])
+                return next((one for one, agent in self.agents.items() if port in listening(agent.pid)), "")
+            return ""
+
+        found: str = self.until(leads, "a leader")
+        return found
+
+    def lost(self, name: str, after: int = 0) -> bool:
+        """Return whether the loss of a node has ended a generation after another one."""
+        faults = [one for agent in self.agents for one in self.records(agent, "fault_seen")]
+        return any(
+            (one["fault"], one["node"]) == ("lost", name) and one["generation"] > after for one in faults
+        )
 
     def ranks(self, generation: int, world: int) -> dict[int, int]:
         """Return the pids of the ranks of a generation that have begun, by rank."""
@@ -190,7 +222,6 @@ class Agents:
         A memory folder of which a checkpoint writer has said that it stays is not counted.
         """
         kept = [one["reason"] for name in self.agents for one in self.records(name, "note")]
-        kept = [reason for reason in kept if "could not be brought to disk and stays in memory" in reason]
         found = [
             str(path)
             for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.job}*")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,11 +18,11 @@ from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Record
+from tests.support.mounts import mounted, needs_root  # noqa: F401 - tests of jobs find them here, too
 from tests.support.opened import close_at_end
 
 T = TypeVar("T")
 DEADLINE = 120.0
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 
 
 class Job:
@@ -140,28 +136,3 @@ def staged(savers: Sequence[Any], jobs: Sequence[Job], order: Order) -> list[boo
 
 def kinds(records: list[Record]) -> list[str]:
     return [type(record).__name__ for record in records]
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mount is not allowed here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        # What this process has mapped there keeps it busy; it goes with the last of that.
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def frozen(folder: Path) -> Iterator[Callable[..., None]]:
-    """Give what freezes the file system of a folder, or thaws it; it is thawed at the end."""
-
-    def freeze(thaw: bool = False) -> None:
-        subprocess.run(["fsfreeze", "--unfreeze" if thaw else "--freeze", str(folder)], check=True)
-
-    try:
-        yield freeze
-    finally:
-        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)

@@ -24,7 +24,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.4", "2.6", "2.9", "2.13")
 LAUNCHER_TESTS = ("tests/launcher/command/test_parity_options.py", "tests/scenarios/launcher")
 # Tests that start jobs, as in the Makefile.
-SLOW = ("tests/adversary", "tests/chaos", "tests/clusters", *glob.glob("tests/*/jobs", root_dir=ROOT))
+SLOW = ("tests/adversary", "tests/chaos", "tests/scenarios", *glob.glob("tests/*/jobs", root_dir=ROOT))
 INSTALL_TIME = 1800.0
 TEST_TIME = 3600.0
 NO_RELEASE = ("No matching distribution", "Could not find a version")

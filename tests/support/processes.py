@@ -43,6 +43,25 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process has not ended; a zombie has."""
+    return state_of(pid) not in ("", "Z", "X")
+
+
+def listening(pid: int) -> set[int]:
+    """Return the TCP ports that a process listens at, by IPv4."""
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(path))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
+
+
 def children_running(parent: int, words: str) -> set[int]:
     """Return the children of a process whose command line has these words."""
     return {pid for pid in children_of(parent) if words in command_line(pid)}

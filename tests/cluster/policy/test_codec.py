@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from outlast.cluster.policy.codec import (
     Generation,
     Identities,
     MessageError,
+    Misfit,
     Name,
     Port,
     Rank,
@@ -30,31 +32,23 @@ from outlast.cluster.policy.messages import Incarnation, agent_id
 
 
 class Color(Enum):
-    """What a value may be one of."""
-
     RED = "red"
     BLUE = "blue"
 
 
 @dataclass(frozen=True)
 class Inner:
-    """A part; the note is a later version's."""
-
     count: Annotated[int, Within(0, 8)]
     note: Annotated[str, AtMost(3)] = ""
 
 
 @dataclass(frozen=True)
 class Other:
-    """Another part."""
-
     seconds: Annotated[float, Within(0, math.inf)]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One field of each type."""
-
     whole: int
     real: float
     text: str
@@ -135,86 +129,46 @@ def test_fields_with_a_default_may_be_missing_and_a_few_unknown_ones_are_ignored
     assert WHOLE.from_json({name: one for name, one in WRITTEN.items() if name != "later"}) == VALUE
 
 
-INT, REAL = (
-    "a whole number from -9007199254740992 to 9007199254740992",
-    "a number from -1000000000000000.0 to",
-)
+MISFITS: dict[str, list[Any]] = {
+    "whole": ["7", True, 1.0, None, 10**20, -(10**30)],
+    "real": [math.nan, True],
+    "text": [7, "x" * 65537],
+    "flag": [1, {"a": 1}],
+    "color": ["green", ["red"], "x" * 5000],
+    "names": [{"a": 1}, ["a"] * 1025],
+    "names[1]": [["a", 1]],
+    "row": [[1], [1, "x", 2], "1x"],
+    "row[1]": [[1, 2]],
+    "group": [["a", "b", "c"]],
+    "group[1]": [["a", "bcd"]],
+    "inner": [[], None, {"count": 1, **{f"new-{at}": at for at in range(40)}}],
+    "inner.count": [{}, {"count": 9}, {"count": -1}],
+    "inner.note": [{"count": 1, "note": "long"}],
+    "either": [[], None],
+    "either.type": [{"count": 1}, {"type": "Whole"}, {"type": 7}, {"type": ["Inner"]}],
+    "either.Other.seconds": [{"type": "Other", "seconds": -1}, {"type": "Other", "seconds": 10**400}],
+    "parts": [[{"count": 1}] * 3],
+    "parts[1].count": [[{"count": 1}, {}]],
+    "unknown.count": [{"count": "x"}],
+    "tree": [
+        *([1, 2, 3, 4, 5, 6], {"a": 1, "b": 2, "c": 3}, [[[1]]], {"a": {"b": {}}, "c": {"d": 1}}),
+        *(["abcde"], {"abcde": 1}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("whole", "7", f"field whole is a str of 1, expected {INT}"),
-        ("whole", True, f"field whole is True, expected {INT}"),
-        ("whole", 1.0, f"field whole is 1.0, expected {INT}"),
-        ("whole", None, f"field whole is None, expected {INT}"),
-        ("whole", 10**20, f"field whole is 100000000000000000000, expected {INT}"),
-        ("whole", -(10**30), f"field whole is a number of many digits, expected {INT}"),
-        ("real", math.nan, f"field real is nan, expected {REAL} 1000000000000000.0"),
-        ("real", True, f"field real is True, expected {REAL} 1000000000000000.0"),
-        ("text", 7, "field text is 7, expected a text of at most 65536 characters"),
-        ("text", "x" * 65537, "field text is a text of 65537 characters, expected at most 65536"),
-        ("flag", 1, "field flag is 1, expected true or false"),
-        ("flag", {"a": 1}, "field flag is a dict of 1, expected true or false"),
-        ("color", "green", "field color is 'green', expected one of red, blue"),
-        ("color", ["red"], "field color is list, expected one of red, blue"),
-        ("names", {"a": 1}, "field names is a dict of 1, expected a list of at most 1024 entries"),
-        ("names", ["a"] * 1025, "field names is a list of 1025 entries, expected at most 1024"),
-        ("names", ["a", 1], "field names[1] is 1, expected a text of at most 65536 characters"),
-        ("row", [1], "field row is a list of 1, expected a list of 2 values"),
-        ("row", [1, "x", 2], "field row is a list of 3, expected a list of 2 values"),
-        ("row", "1x", "field row is a str of 2, expected a list of 2 values"),
-        ("row", [1, 2], "field row[1] is 2, expected a text of at most 65536 characters"),
-        ("group", ["a", "b", "c"], "field group is a list of 3 entries, expected at most 2"),
-        ("group", ["a", "bcd"], "field group[1] is a text of 3 characters, expected at most 2"),
-        ("inner", [], "field inner is a list of 0, expected an object"),
-        ("inner", None, "field inner is None, expected an object"),
-        ("inner", {}, "field inner.count is missing, expected a value"),
-        ("inner", {"count": 9}, "field inner.count is 9, expected a whole number from 0 to 8"),
-        ("inner", {"count": -1}, "field inner.count is -1, expected a whole number from 0 to 8"),
-        (
-            "inner",
-            {"count": 1, "note": "long"},
-            "field inner.note is a text of 4 characters, expected at most 3",
-        ),
-        (
-            "inner",
-            {"count": 1, **{f"new-{at}": at for at in range(40)}},
-            "field inner is an object of 41 fields, expected at most 2",
-        ),
-        ("either", [], "field either is a list of 0, expected an object"),
-        ("either", None, "field either is None, expected an object"),
-        ("either", {"count": 1}, "field either.type is NoneType, expected one of Inner, Other"),
-        ("either", {"type": "Whole"}, "field either.type is 'Whole', expected one of Inner, Other"),
-        ("either", {"type": 7}, "field either.type is 7, expected one of Inner, Other"),
-        ("either", {"type": ["Inner"]}, "field either.type is list, expected one of Inner, Other"),
-        (
-            "either",
-            {"type": "Other", "seconds": -1},
-            "field either.Other.seconds is -1, expected a number from 0 to inf",
-        ),
-        (
-            "either",
-            {"type": "Other", "seconds": 10**400},
-            "field either.Other.seconds is a number of many digits, expected a number from 0 to inf",
-        ),
-        ("parts", [{"count": 1}, {}], "field parts[1].count is missing, expected a value"),
-        ("parts", [{"count": 1}] * 3, "field parts is a list of 3 entries, expected at most 2"),
-        ("unknown", {"count": "x"}, "field unknown.count is a str of 1, expected a whole number from 0 to 8"),
-        ("tree", [1, 2, 3, 4, 5, 6], "field tree is of more than 6 values, expected at most 6"),
-        ("tree", {"a": 1, "b": 2, "c": 3}, "field tree is of more than 6 values, expected at most 6"),
-        ("tree", [[[1]]], "field tree is nested deeper than 3, expected at most 3"),
-        ("tree", {"a": {"b": {}}, "c": {"d": 1}}, "field tree is of more than 6 values, expected at most 6"),
-        ("tree", ["abcde"], "field tree is a text of 5 characters, expected at most 4"),
-        ("tree", {"abcde": 1}, "field tree is a text of 5 characters, expected at most 4"),
-    ],
+    ("place", "value"), [(place, one) for place, some in MISFITS.items() for one in some]
 )
-def test_what_does_not_fit_is_refused_with_the_field_what_was_found_and_the_limit(
-    field: str, value: Any, words: str
-) -> None:
-    with pytest.raises(MessageError) as error:
+def test_what_does_not_fit_is_refused_with_its_place_and_limit(place: str, value: Any) -> None:
+    field = re.split(r"[.\[]", place)[0]
+    with pytest.raises(Misfit) as error:
         WHOLE.from_json({**WRITTEN, field: value})
-    assert str(error.value) == words
+    assert error.value.place == place
+    assert error.value.found
+    assert error.value.limit
+    assert place in str(error.value)
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize(
@@ -245,18 +199,17 @@ def test_what_just_fits_is_taken(field: str, value: Any) -> None:
     assert WHOLE.read(WHOLE.write(taken)) == taken
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ([], "a list of 0, not an object"),
-        ({"type": "Inner"}, "field Inner.count is missing, expected a value"),
-        ({"type": "Inner", "count": 9}, "field Inner.count is 9, expected a whole number from 0 to 8"),
-    ],
-)
-def test_a_message_that_does_not_fit_is_refused_by_its_class(found: Any, words: str) -> None:
-    with pytest.raises(MessageError) as error:
+@pytest.mark.parametrize("found", [{"type": "Inner"}, {"type": "Inner", "count": 9}])
+def test_a_message_that_does_not_fit_is_refused_by_its_class(found: Any) -> None:
+    with pytest.raises(MessageError, match=r"Inner\.count"):
         PARTS.from_json(found)
-    assert str(error.value) == words
+
+
+@pytest.mark.parametrize("found", [b"[]", b"[" + b"x" * 5000])
+def test_what_is_no_object_is_refused(found: bytes) -> None:
+    with pytest.raises(MessageError) as error:
+        PARTS.read(found)
+    assert len(str(error.value)) < 200
 
 
 def test_a_message_says_which_one_of_several_it_is_and_a_single_one_does_not() -> None:
@@ -265,23 +218,8 @@ def test_a_message_says_which_one_of_several_it_is_and_a_single_one_does_not() -
     assert SMALL.to_json(Inner(1)) == {"count": 1, "note": ""}
 
 
-def test_a_text_that_is_no_json_is_refused_with_a_short_reason() -> None:
-    with pytest.raises(MessageError, match=r"^no JSON \(.+\)$") as error:
-        SMALL.read(b"[" + b"x" * 5000)
-    assert len(str(error.value)) < 200
-
-
-def test_a_refusal_quotes_the_begin_of_what_was_found() -> None:
-    with pytest.raises(MessageError) as error:
-        WHOLE.from_json({**WRITTEN, "color": "x" * 5000})
-    assert str(error.value).startswith("field color is 'xxxxxxxx")
-    assert len(str(error.value)) < 200
-
-
 @dataclass(frozen=True)
 class Numbers:
-    """What numbers stand for."""
-
     count: Count = 0
     generation: Generation = 0
     rank: Rank = -1
@@ -308,14 +246,12 @@ def test_numbers_are_bounded_by_what_they_stand_for(field: str, least: int, most
     for value in (least, most):
         assert getattr(codec.from_json({field: value}), field) == value
     for value in (too_much, -too_much, min(least, 0) - 1 if field != "exit_code" else -too_much):
-        with pytest.raises(MessageError, match=f"field {field} is {value}"):
+        with pytest.raises(MessageError, match=f"{field}.*{value}"):
             codec.from_json({field: value})
 
 
 @dataclass(frozen=True)
 class Agents:
-    """Agents, and one by its parts."""
-
     agents: Identities
     name: Name
     incarnation: Incarnation

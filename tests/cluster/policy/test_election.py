@@ -203,7 +203,9 @@ def play(seed: int, kind: type[Elector] = Elector, turns: int = 8) -> World:
     return world
 
 
-@pytest.mark.parametrize("part", range(50))
+@pytest.mark.parametrize(
+    "part", [*range(8), *(pytest.param(at, marks=pytest.mark.long) for at in range(8, 50))]
+)
 def test_no_schedule_makes_two_leaders_of_a_term_or_two_generations_that_commit(seed: int, part: int) -> None:
     for number in range(200 * part, 200 * (part + 1)):
         world = play(seed + number, turns=4)

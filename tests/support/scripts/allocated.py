@@ -1,6 +1,6 @@
 """Train and save each step until a file appears, and end in the way that is asked for.
 
-training.py FINISH ENDING, which is "clean": save and exit 0 on SIGTERM; "at-once": fail before the first
+allocated.py FINISH ENDING, which is "clean": save and exit 0 on SIGTERM; "at-once": fail before the first
 step; "at-step-2": fail there, each time.
 """
 

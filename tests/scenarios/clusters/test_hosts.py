@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast.ipc.processes import is_alive, state_of
 from tests.support import hosts as testbed
 from tests.support.hosts import Host, Hosts
 from tests.support.namespaces import PATIENCE, HostsUnusable, Process, until
+from tests.support.processes import is_alive, state_of
 
 pytestmark = pytest.mark.skipif(bool(testbed.why_not()), reason=testbed.why_not() or "hosts can be started")
 

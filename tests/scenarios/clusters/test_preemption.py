@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.slurm_cluster import SlurmCluster, missing
-from tests.clusters.test_slurm import OUTLAST, Job
-from tests.support.launching import until
+from tests.scenarios.clusters.test_slurm import OUTLAST, Job
+from tests.support.launching import SCRIPTS, until
 from tests.support.ranks import copies, lines
+from tests.support.slurm_cluster import SlurmCluster, missing
 
-SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "preempted.py"
+SCRIPT = SCRIPTS / "preempted.py"
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "a cluster can be started"),
     pytest.mark.timeout(420),
+    pytest.mark.long,
 ]
 
 
@@ -133,7 +134,7 @@ def test_a_save_that_outlasts_the_grace_costs_the_steps_since_the_one_before(
     (job.trace / "slow").touch()
     with ends_of(rank_pids(job)) as ended:
         preempt(cluster)
-        job.shows("requesting graceful shutdown")
+        job.shows("SIGTERM")
         until(ended, f"the end of the ranks:\n{job.output()}")
     (job.trace / "slow").unlink()
     job.shows("allocation 2")

@@ -11,19 +11,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.clusters.slurm_cluster import SlurmCluster, missing
-from tests.support.launching import until
+from tests.support.launching import SCRIPTS, until
 from tests.support.ranks import lines
+from tests.support.slurm_cluster import SlurmCluster, missing
 
-PREEMPTED = Path(__file__).parents[1] / "support" / "scripts" / "preempted.py"
-TRAINING = Path(__file__).parent / "scripts" / "training_together.py"
+PREEMPTED = SCRIPTS / "preempted.py"
+TRAINING = SCRIPTS / "allocated_nodes.py"
 OUTLAST = (sys.executable, "-m", "outlast")
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "a cluster can be started"),
     pytest.mark.timeout(420),
+    pytest.mark.long,
 ]
 
 
@@ -69,9 +71,13 @@ class Together:
         before = self.output().count("step ")
         until(lambda: self.output().count("step ") > before + 8, self.wanted("steps in"))
 
+    def records(self, kind: str, **fields: str) -> list[dict[str, Any]]:
+        """Return what is in the event logs of all nodes of a kind, and with these fields."""
+        found = [one for path in self.run.glob("nodes/*/events.jsonl") for one in lines(path)]
+        return [one for one in found if {"kind": kind, **fields}.items() <= one.items()]
+
     def agent(self, node: str) -> int:
-        log = self.run / "nodes" / node / "events.jsonl"
-        return int(next(one["pid"] for one in reversed(lines(log)) if one["kind"] == "run_started"))
+        return int(self.records("run_started", node=node)[-1]["pid"])
 
     def ranks(self, node: str) -> list[int]:
         """Return the pids of a node's ranks."""
@@ -95,9 +101,10 @@ def test_a_spare_of_the_allocation_takes_the_place_of_a_killed_agent(
     job = Together(cluster, tmp_path, "--nnodes=2", "--spares=1")
     job.waits(1)
     assert len(job.active()) == 2
-    os.kill(job.agent(job.active()[-1]), signal.SIGKILL)
+    lost = job.active()[-1]
+    os.kill(job.agent(lost), signal.SIGKILL)
     job.waits(2)
-    assert "the agent was killed; it is started again" in job.output()
+    assert len(job.records("run_started", node=lost)) == 2, "it is started again"
     assert [world for world, _ in job.restored()] == [2, 2]
     ended = job.ends()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
@@ -110,7 +117,7 @@ def test_a_node_that_goes_down_costs_no_allocation(cluster: SlurmCluster, tmp_pa
     node = next(name for name in ("node3", "node2", "node1") if name != batch)
     try:
         cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=a test")
-        until(lambda: f"{node} is lost" in job.output(), job.wanted(f"the loss of {node}"))
+        until(lambda: job.records("fault_seen", fault="lost", node=node), job.wanted(f"the loss of {node}"))
         job.advances()
         assert cluster.job(job.id)["JobState"] == "RUNNING"
         ended = job.ends()
@@ -142,7 +149,7 @@ def test_a_signal_that_reaches_one_node_before_the_other_is_one_save_of_both(
     assert [len(found) for found in pids.values()] == [1, 1]
     (first,), (second,) = pids.values()
     os.kill(first, signal.SIGTERM)
-    until(lambda: "requesting graceful shutdown" in job.output(), job.wanted("word of the signal"))
+    until(lambda: "SIGTERM" in job.output(), job.wanted("word of the signal"))
     with contextlib.suppress(ProcessLookupError):  # both may have saved by now: that is what the vote is for
         os.kill(second, signal.SIGTERM)
     until(lambda: "allocation 2" in job.output(), job.wanted("the next allocation"))

@@ -1,6 +1,6 @@
 """Train and save each step with all ranks of several nodes until a file appears.
 
-training_together.py FINISH
+allocated_nodes.py FINISH
 """
 
 from __future__ import annotations

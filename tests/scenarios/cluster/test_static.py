@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from outlast.worker.store_host import listener_at
 from tests.support.launching import DEADLINE, SCRIPTS, until
 from tests.support.ports import free_port
 
@@ -93,40 +91,33 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     found.stop()
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_the_static_command_works_word_for_word_and_ranks_follow_the_node_ranks(
-    nodes: Nodes, backwards: bool
-) -> None:
+def test_the_static_command_works_word_for_word_for_nodes_that_are_not_alike(nodes: Nodes) -> None:
     script = nodes.script("env://", 1)
-    for rank in (1, 0) if backwards else (0, 1):
-        nodes.static(rank, "--nproc-per-node=2", *script, f"--node={rank}", "--", "--rdzv-id=x")
+    for rank in (1, 0):
+        nodes.static(rank, f"--nproc-per-node={1 + rank}", *script, f"--node={rank}", "--", "--rdzv-id=x")
     assert nodes.finish() == [0, 0], nodes.consoles()
-    for rank in range(4):
+    for rank, (node, local, size) in enumerate(((0, 0, 1), (1, 0, 2), (1, 1, 2))):
         for generation in (1, 2):
             found = nodes.saw(rank, generation)
-            assert found["sum"] == 10
-            assert found["arguments"] == [f"--node={rank // 2}", "--", "--rdzv-id=x"]
+            assert found["sum"] == 6
+            assert found["arguments"] == [f"--node={node}", "--", "--rdzv-id=x"]
             seen = found["environment"]
             assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("localhost", str(nodes.port))
-            assert (seen["GROUP_RANK"], seen["LOCAL_RANK"]) == (str(rank // 2), str(rank % 2))
+            assert (seen["GROUP_RANK"], seen["LOCAL_RANK"]) == (f"{node}", f"{local}")
+            assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("3", f"{size}")
 
 
-def test_nodes_may_have_different_numbers_of_ranks(nodes: Nodes) -> None:
-    script = nodes.script("env://", 1)
-    nodes.static(0, "--nproc-per-node=1", *script)
-    nodes.static(1, "--nproc-per-node=2", *script)
-    assert nodes.finish() == [0, 0], nodes.consoles()
-    for rank, group in enumerate((0, 1, 1)):
-        found = nodes.saw(rank, 2)
-        seen = found["environment"]
-        assert (found["sum"], seen["GROUP_RANK"], seen["WORLD_SIZE"]) == (6, str(group), "3")
-        assert seen["LOCAL_WORLD_SIZE"] == ("1", "2")[group]
-
-
-@pytest.mark.parametrize("cold", [(), ("--no-zygote",)])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("several", "cold"),
+    [
+        (True, ()),
+        pytest.param(False, (), marks=pytest.mark.long),
+        pytest.param(True, ("--no-zygote",), marks=pytest.mark.long),
+        pytest.param(False, ("--no-zygote",), marks=pytest.mark.long),
+    ],
+)
 def test_a_script_that_names_the_port_itself_works_also_after_a_restart(
-    nodes: Nodes, cold: tuple[str, ...], several: bool
+    nodes: Nodes, several: bool, cold: tuple[str, ...]
 ) -> None:
     script = nodes.script(f"tcp://localhost:{nodes.port}", 1)
     for rank in range(1 + several):
@@ -140,7 +131,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(nodes: Nodes) ->
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.static(0, *nodes.script("env://", 0), nnodes=1)
         assert nodes.finish() == [2]
-    assert f"--master-port={nodes.port}: Address already in use on this host" in nodes.console(0)
+    assert f"--master-port={nodes.port}" in nodes.console(0)
 
 
 def test_a_second_node_of_one_rank_is_refused(nodes: Nodes) -> None:
@@ -151,24 +142,4 @@ def test_a_second_node_of_one_rank_is_refused(nodes: Nodes) -> None:
     until(lambda: 93 in [one.poll() for one in nodes.started], nodes.consoles)
     at = [one.poll() for one in nodes.started].index(93)
     assert at > 0
-    assert "has joined with --node-rank=1 and is alive" in nodes.console(at)
-
-
-def test_a_port_that_the_store_before_still_has_is_waited_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as before:
-        port = before.getsockname()[1]
-        timer = threading.Timer(0.3, before.close)
-        timer.start()
-        listener, why = listener_at("127.0.0.1", port, port, patience=DEADLINE)
-        timer.join()
-    with listener:
-        assert (listener.getsockname()[1], why) == (port, "")
-
-
-def test_a_port_that_stays_taken_is_given_up_in_time_and_another_one_used() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-        listener, why = listener_at("127.0.0.1", port, port, patience=0.2)
-        with listener:
-            assert listener.getsockname()[1] not in (0, port)
-            assert "Address already in use" in why
+    assert "--node-rank=1" in nodes.console(at).splitlines()[-1]
