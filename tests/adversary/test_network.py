@@ -149,24 +149,19 @@ def test_nodes_that_were_never_there_put_nothing(job: Victim) -> None:
     before = left_in(thief.replicas)
     for ghost in ("ghost-1", "ghost-2", "c"):
         found = thief.puts(ghost, node=ghost)
-        assert (found.refusal, found.text) == (
-            Refusal.NODE,
-            f"one of the nodes a, b expected, {ghost} found",
-        )
+        assert found.refusal is Refusal.NODE
+        assert re.search(f"a, b.*{ghost}", found.text)
         assert refusal(lambda: thief.client(node=ghost).greet()).refusal is Refusal.NODE  # noqa: B023
     assert left_in(thief.replicas) == before
 
 
 def test_a_node_speaks_from_its_own_address_and_for_itself(job: Victim) -> None:
     thief = Thief(job)
-    elsewhere = thief.puts(host="127.0.0.2")
-    assert elsewhere.text == "node b is at 127.0.0.1, this connection is from 127.0.0.2"
-    another = thief.puts("a")
-    assert another.text == "a replica of node b expected, one of a found"
     report = {"node": "a", "session": thief.mine.session, "newest": 1 << 40, "written": []}
-    reported = refusal(lambda: thief.client().ask(report))
-    assert reported.text == "a report of node b expected, one of a found"
-    assert {one.refusal for one in (elsewhere, another, reported)} == {Refusal.NODE}
+    elsewhere = thief.puts(host="127.0.0.2")
+    assert re.search(r"127\.0\.0\.1.*127\.0\.0\.2", elsewhere.text)
+    found = [elsewhere, thief.puts("a"), refusal(lambda: thief.client().ask(report))]
+    assert {one.refusal for one in found} == {Refusal.NODE}
 
 
 def test_a_report_of_nonsense_does_not_stop_the_leader(job: Victim) -> None:
@@ -178,21 +173,21 @@ def test_a_report_of_nonsense_does_not_stop_the_leader(job: Victim) -> None:
     job.replicates()
 
 
-def test_a_lie_about_the_generation_is_refused_with_a_sentence(job: Victim) -> None:
+def test_a_lie_about_the_generation_is_refused_with_what_was_expected(job: Victim) -> None:
     thief = Thief(job)
     for changed in ({"generation": 0}, {"generation": 2}, {"session": "0" * 12}):
         found = refusal(lambda: thief.client(**changed).greet())  # noqa: B023
         assert found.refusal is Refusal.GENERATION
-        assert found.text.startswith(f"generation 1 (session {thief.mine.session}) expected, ")
+        assert re.search(f"1.*{thief.mine.session}", found.text)
     later = thief.puts(generation=2)
     assert later.refusal is Refusal.GENERATION
-    assert later.text == f"a copy of generation 1 expected, {copy_name(1 << 20, 2)} found"
+    assert re.search(f"1.*{re.escape(copy_name(1 << 20, 2))}", later.text)
 
 
-def test_another_job_and_another_version_are_refused_with_a_sentence(job: Victim) -> None:
+def test_another_job_and_another_version_are_refused_by_name(job: Victim) -> None:
     thief = Thief(job)
     found = thief.puts(run="another-job")
-    assert (found.refusal, found.text) == (Refusal.JOB, "b is of run 'another-job', not of this one")
+    assert (found.refusal, "'another-job'" in found.text) == (Refusal.JOB, True)
     assert thief.puts(key=derive("the token of this job", "another-job")).refusal is Refusal.TOKEN
     with socket.create_connection(thief.target, 10) as connection:
         channel = Channel(connection, "the saver", 20.0)
@@ -204,7 +199,7 @@ def test_another_job_and_another_version_are_refused_with_a_sentence(job: Victim
         channel.send(Kind.PROOF, greeting.proof())
         refused = refusal(lambda: channel.receive(Kind.PROOF))
     assert refused.refusal is Refusal.JOB
-    assert "expected, 0.0.1 found on node b" in refused.text
+    assert re.search(r"0\.0\.1.* b", refused.text)
 
 
 def test_what_a_node_may_hold_is_bounded(team_of: Callable[..., Team]) -> None:
@@ -222,10 +217,8 @@ def test_what_a_node_may_hold_is_bounded(team_of: Callable[..., Team]) -> None:
         name, copy = forged(1, size, step)
         PeerClient((table[to].host, table[to].port), mine, 20.0).send("a", name, copy)
 
-    outside = refusal(lambda: put(stranger, 100))
-    assert (outside.refusal, outside.text) == (Refusal.NODE, "no replicas of a are taken here")
-    large = refusal(lambda: put(holder, 100, 70 << 20))
-    assert (large.refusal, "bytes expected" in large.text) == (Refusal.LIMIT, True)
+    assert refusal(lambda: put(stranger, 100)).refusal is Refusal.NODE
+    assert refusal(lambda: put(holder, 100, 70 << 20)).refusal is Refusal.LIMIT
     shelf = team.nodes["abc".index(holder)].stage.replica("a")
 
     def fill() -> None:
@@ -344,8 +337,7 @@ def test_a_recorded_greeting_opens_no_agent() -> None:
                 while line.recv(1 << 16):
                     pass
         a.until(lambda box: box.refused)
-        assert a.refused == ["the two sides do not have the same token"]
-        assert not a.messages
+        assert (len(a.refused), a.messages) == (1, [])
         a.seen.clear()
         meet(a, b)
         still_well(a, b)
@@ -385,7 +377,7 @@ def test_nodes_with_different_tokens_do_not_save_together(
 ) -> None:
     team = team_of("a", "b")
     team.nodes[1] = TeamNode(tmp_path, "b", team.nodes[1].durable, {}, "another token")
-    with pytest.raises(UsageError, match="nodes b and a do not have the same token"):
+    with pytest.raises(UsageError, match=r"b.* a "):
         team.start()
 
 
@@ -469,6 +461,6 @@ def test_an_exception_of_any_size_reaches_whoever_coordinates(tmp_path: Path) ->
     options = ("--max-restarts", "0")
     with agents(tmp_path / "job", "2:2", script=(str(script),), options=options) as found:
         found.start("a")
-        found.until_said("a", "this node is the leader")
+        found.until(lambda: found.records("a", "note"), "a to be there")
         found.start("b")
         assert set(found.finish().values()) == {1}, "both end, with what the rank's exception stands for"

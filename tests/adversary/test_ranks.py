@@ -27,7 +27,7 @@ from outlast.launcher.output.logs import failure_of, keep_error
 from outlast.launcher.workers.script_sets import ScriptSets
 from outlast.recovery.policy.events import StartedAgain
 from outlast.stragglers.agent import TimesOfRanks
-from tests.support.launching import Run, running, until
+from tests.support.launching import until
 
 ODD_WORDS = (0, 1, -1, 99, 1 << 40, 1 << 62, -1 << 63, (1 << 63) - 1)
 ODD_TIMES = (0.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"), 5e-324)
@@ -158,7 +158,7 @@ def test_an_error_file_of_any_kind_is_read_and_moved_without_waiting(tmp_path: P
     for make in (lambda: os.mkfifo(path), path.mkdir, lambda: path.symlink_to("/dev/zero")):
         make()
         assert failure_of(path, None) is None
-        with pytest.raises(OSError, match="regular file"):
+        with pytest.raises(OSError, match=str(path)):
             keep_error(path, kept)
         assert not os.path.lexists(path)
     for content in ("[" * 100_000, "\x00", "", "3", '{"message": {}}'):
@@ -271,17 +271,3 @@ def test_stacks_of_any_form_are_looked_at_in_little_time(text: str) -> None:
     began = time.process_time()
     stacks_of(text)
     assert time.process_time() - began < 20.0  # it took minutes
-
-
-def test_a_hostile_rank_ends_no_job(tmp_path: Path) -> None:
-    options = ("--nproc-per-node=2", "--max-restarts=8", "--ft-rank-heartbeat-timeout=4")
-    with running(Run(tmp_path / "run", "hostile.py", "30", options=options)) as run:
-        assert run.finish() == 0, run.console()
-        faults = {one["generation"]: one for one in run.records("fault_seen")}
-        kinds = {number: one["fault"] for number, one in faults.items()}
-        assert kinds == {1: "error", 2: "hang", 3: kinds[3], 4: "hang", 5: "error", 6: "error"}, run.console()
-        assert kinds[3] in ("crash", "hang")
-        assert {one["rank"] for one in faults.values()} == {1}
-        assert "told all the same" in faults[1]["reason"]
-        assert "Traceback" not in run.console()
-        assert 900 < sum(one["reason"].startswith("no ") for one in run.records("note")) < 2900

@@ -72,7 +72,7 @@ def test_a_rank_and_then_the_agent_are_killed_and_the_run_ends_well(
 def test_an_injection_that_never_was_due_is_a_problem(tmp_path: Path) -> None:
     conduct = campaign.carry_out(plan(tmp_path, 0, Injection("rank_killed", 0, 10**6)))
     assert conduct.exit_code == 0
-    assert conduct.problems == ["the run ended before rank_killed was due"]
+    assert ["rank_killed" in one for one in conduct.problems] == [True]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from outlast.chaos import commands, faults
-from outlast.chaos import faults as targets
 from outlast.errors import UsageError
 from outlast.ipc.processes import boot_id
 from outlast.observe.policy import codec
@@ -39,53 +38,43 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_exactly_one_bit_of_one_shard_is_flipped(checkpoint: Path, seed: int) -> None:
+def damaged(checkpoint: Path, damage: Callable[[Path, random.Random], str], seed: int) -> tuple[bytes, bytes]:
+    """Damage a checkpoint; return the one file that has changed, as it was and as it is."""
     before = contents(checkpoint)
-    detail = faults.flip_bit(checkpoint, random.Random(seed))
+    detail = damage(checkpoint, random.Random(seed))
     after = contents(checkpoint)
-    changed = [name for name in before if before[name] != after[name]]
-    assert len(changed) == 1
-    assert f"{checkpoint.name}/{changed[0]}: bit " in detail
-    old, new = (int.from_bytes(one[changed[0]], "little") for one in (before, after))
-    assert (old ^ new).bit_count() == 1
+    (changed,) = [name for name in before if before[name] != after[name]]
+    assert f"{checkpoint.name}/{changed}" in detail
+    return before[changed], after[changed]
+
+
+def test_exactly_one_bit_of_one_shard_is_flipped_and_a_seed_repeats_it(checkpoint: Path, seed: int) -> None:
+    before, after = damaged(checkpoint, faults.flip_bit, seed)
+    assert (int.from_bytes(before, "little") ^ int.from_bytes(after, "little")).bit_count() == 1
+    assert damaged(checkpoint, faults.flip_bit, seed) == (after, before)
 
 
 def test_one_page_is_zeroed_and_it_was_not_zero_before(checkpoint: Path, seed: int) -> None:
     shard = checkpoint / "rank-00001.safetensors"
     for other in (0, 2):
         (checkpoint / f"rank-{other:05d}.safetensors").unlink()
-    old = shard.read_bytes()
-    shard.write_bytes(bytes(8192) + old[8192:])
-    assert "page" in faults.zero_page(checkpoint, random.Random(seed))
-    new = shard.read_bytes()
-    assert len(new) == len(old)
-    assert new != bytes(8192) + old[8192:]
-    pages = [place for place in range(8192, len(old), 4096) if new[place : place + 4096].strip(b"\0") == b""]
+    shard.write_bytes(bytes(8192) + shard.read_bytes()[8192:])
+    before, after = damaged(checkpoint, faults.zero_page, seed)
+    assert len(after) == len(before)
+    pages = [at for at in range(8192, len(before), 4096) if not after[at : at + 4096].strip(b"\0")]
     assert len(pages) == 1
 
 
 def test_a_checkpoint_of_zeros_cannot_be_zeroed(checkpoint: Path, seed: int) -> None:
     for path in checkpoint.glob("*.safetensors"):
         path.write_bytes(bytes(9000))
-    with pytest.raises(UsageError, match="zero already"):
+    with pytest.raises(UsageError, match=checkpoint.name):
         faults.zero_page(checkpoint, random.Random(seed))
 
 
 def test_a_file_loses_its_end(checkpoint: Path, seed: int) -> None:
-    before = contents(checkpoint)
-    faults.truncate(checkpoint, random.Random(seed))
-    after = contents(checkpoint)
-    changed = [name for name in before if before[name] != after[name]]
-    assert len(changed) == 1
-    assert before[changed[0]].startswith(after[changed[0]])
-
-
-def test_a_seed_repeats_the_damage(checkpoint: Path, seed: int) -> None:
-    before = contents(checkpoint)
-    faults.flip_bit(checkpoint, random.Random(seed))
-    assert contents(checkpoint) != before
-    faults.flip_bit(checkpoint, random.Random(seed))
-    assert contents(checkpoint) == before
+    before, after = damaged(checkpoint, faults.truncate, seed)
+    assert before.startswith(after)
 
 
 class Run:
@@ -153,7 +142,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 )
 def test_a_signal_reaches_the_worker_of_that_rank_alone(run: Run, fault: str, ends_with: int) -> None:
     run.started().generation()
-    made = faults.inject(targets.find(run.root), fault, 1, seed=0)
+    made = faults.inject(faults.find(run.root), fault, 1, seed=0)
     assert str(run.workers[1].pid) in made.detail
     assert run.workers[1].wait(PATIENCE) == ends_with
     assert run.workers[0].poll() is None
@@ -171,7 +160,7 @@ def test_of_several_nodes_the_one_that_runs_on_this_host_is_meant(two_nodes: tup
     a, b = two_nodes
     a.started(boot_id="another host's").generation()
     b.started().generation()
-    run = targets.find(a.root)
+    run = faults.find(a.root)
     assert (run.node, run.ranks) == ("b", 2)
     faults.inject(run, "rank_killed", 1, seed=0)
     assert b.workers[1].wait(PATIENCE) == -9
@@ -182,40 +171,27 @@ def test_where_several_nodes_run_on_this_host_one_has_to_be_named(two_nodes: tup
     a, b = two_nodes
     for one in (a, b):
         one.started().generation()
-    with pytest.raises(UsageError, match="a, b run on this host: say which one with --node"):
-        targets.find(a.root)
-    with pytest.raises(UsageError, match=r"--node c: no node .* has this name \(a, b\)"):
-        targets.find(a.root, "c")
-    run = targets.find(a.root, "a")
-    with pytest.raises(UsageError, match="node a has ranks 0 to 0"):
+    with pytest.raises(UsageError, match=r"a, b.*--node"):
+        faults.find(a.root)
+    with pytest.raises(UsageError, match=r"--node c: .*a, b"):
+        faults.find(a.root, "c")
+    run = faults.find(a.root, "a")
+    with pytest.raises(UsageError, match=r"a.*0"):
         faults.inject(run, "rank_killed", 1, seed=0)
     faults.inject(run, "rank_killed", 0, seed=0)
     assert a.workers[0].wait(PATIENCE) == -9
     b.ended()
-    assert targets.find(a.root).node == "a"
+    assert faults.find(a.root).node == "a"
     a.ended()
-    with pytest.raises(UsageError, match="none of a, b runs on this host"):
-        targets.find(a.root)
-
-
-def test_a_job_of_one_node_has_none_to_name(run: Run) -> None:
-    run.started().generation()
-    with pytest.raises(UsageError, match="the job has one node"):
-        targets.find(run.root, "a")
+    with pytest.raises(UsageError, match="a, b"):
+        faults.find(a.root)
 
 
 def test_a_hung_rank_is_stopped(run: Run) -> None:
     run.started().generation()
-    faults.inject(targets.find(run.root), "rank_hung", 0, seed=0)
+    faults.inject(faults.find(run.root), "rank_hung", 0, seed=0)
     _, status = os.waitpid(run.workers[0].pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
-
-
-def test_a_process_that_took_over_the_number_is_spared(run: Run) -> None:
-    run.started().generation(clock=time.monotonic() - 3600.0)
-    with pytest.raises(UsageError, match="belongs to another process now"):
-        faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
-    assert run.workers[0].poll() is None
 
 
 def test_a_process_that_is_no_child_of_the_agent_is_spared(run: Run) -> None:
@@ -229,8 +205,8 @@ def test_a_process_that_is_no_child_of_the_agent_is_spared(run: Run) -> None:
         pid = int(parent.stdout.readline())
         try:
             run.started().generation(pids=(pid,))
-            with pytest.raises(UsageError, match="no child of the agent"):
-                faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
+            with pytest.raises(UsageError, match=str(pid)):
+                faults.inject(faults.find(run.root), "rank_killed", 0, seed=0)
         finally:
             os.kill(pid, signal.SIGKILL)
             parent.kill()
@@ -240,36 +216,43 @@ def test_an_ended_worker_is_named(run: Run) -> None:
     run.started().generation()
     run.workers[1].kill()
     os.waitid(os.P_PID, run.workers[1].pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(UsageError, match="rank 1 in generation 1, has ended"):
-        faults.inject(targets.find(run.root), "rank_killed", 1, seed=0)
+    with pytest.raises(UsageError, match=r"rank 1.*generation 1"):
+        faults.inject(faults.find(run.root), "rank_killed", 1, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank", "said"),
+    ("begin", "fault", "rank", "named"),
     [
-        ("rank_killed", 2, "this run has ranks 0 to 1"),
-        ("LOCK_GIL", 0, "outlast.chaos.inprocess"),
-        ("GPU_SLEEP", 0, "GPU_SLEEP needs a CUDA device"),
-        ("bit_flipped", -1, "no committed checkpoint"),
+        (lambda run: run.started().generation(), "rank_killed", 2, "0.*1"),
+        (lambda run: run.started().generation(), "LOCK_GIL", 0, "outlast.chaos.inprocess"),
+        (lambda run: run.started().generation(), "GPU_SLEEP", 0, "GPU_SLEEP"),
+        (lambda run: run.started().generation(), "bit_flipped", -1, "/run/checkpoints"),
+        (
+            lambda run: run.started().generation(clock=time.monotonic() - 3600.0),
+            "rank_killed",
+            0,
+            "pid .*rank 0",
+        ),
+        (lambda run: run.started(boot_id="another").generation(), "rank_killed", 0, "/run"),
+        (lambda run: run.started().generation().ended(), "rank_killed", 0, "/run"),
+        (lambda run: run, "rank_killed", 0, "/run"),
     ],
+    ids=["no rank", "inside", "gpu", "no copy", "another process", "another boot", "ended", "no run"],
 )
-def test_what_cannot_be_injected_is_refused(run: Run, fault: str, rank: int, said: str) -> None:
+def test_what_cannot_be_injected_is_refused_and_kills_nobody(
+    run: Run, begin: Callable[[Run], Run], fault: str, rank: int, named: str
+) -> None:
     if fault == "GPU_SLEEP" and pytest.importorskip("torch").cuda.is_available():
         pytest.skip("this host has a CUDA device")
-    run.started().generation()
-    with pytest.raises(UsageError, match=said):
-        faults.inject(targets.find(run.root), fault, rank, seed=0)
+    begin(run)
+    with pytest.raises(UsageError, match=named):
+        commands.main(["inject", str(run.root), "--fault", fault, "--rank", str(rank)])
+    assert [worker.poll() for worker in run.workers] == [None, None]
 
 
-def test_a_run_of_another_boot_is_refused(run: Run) -> None:
-    run.started(boot_id="another").generation()
-    with pytest.raises(UsageError, match="before this host was"):
-        faults.inject(targets.find(run.root), "rank_killed", 0, seed=0)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run was started in this folder"):
-        targets.find(tmp_path)
+def test_a_job_of_one_node_has_none_to_name(run: Run) -> None:
+    with pytest.raises(UsageError):
+        faults.find(run.started().generation().root, "a")
 
 
 def test_the_newest_committed_checkpoint_is_the_target(run: Run) -> None:
@@ -284,7 +267,7 @@ def test_the_newest_committed_checkpoint_is_the_target(run: Run) -> None:
         if committed:
             (folder / "COMMIT").write_text("digest\n")
     run.started().generation()
-    assert targets.newest_checkpoint(targets.find(run.root)).name == "step-000000100.g10"
+    assert faults.newest_checkpoint(faults.find(run.root)).name == "step-000000100.g10"
 
 
 def test_the_command_prints_what_it_did(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,9 +284,3 @@ def test_an_unknown_fault_is_refused_with_the_list(run: Run, capsys: pytest.Capt
         commands.main(["inject", str(run.root), "--fault", "rank_kiled"])
     assert end.value.code == 2
     assert "rank_killed" in capsys.readouterr().err
-
-
-def test_an_ended_run_is_left_alone(run: Run) -> None:
-    run.started().generation().ended()
-    with pytest.raises(UsageError, match="has ended"):
-        commands.main(["inject", str(run.root), "--fault", "rank_killed", "--rank", "0"])

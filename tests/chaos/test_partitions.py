@@ -17,60 +17,57 @@ def commit(at: float, node: str, generation: int, took: float | None = 0.001) ->
     return Commit(generation, node, at, None if took is None else at + took, NODES.index(node), 3, "n0:1")
 
 
-def test_generations_that_follow_each_other_do_not_overlap() -> None:
-    log = [commit(1, "n0", 1), commit(2, "n1", 1), commit(3, "n1", 3), commit(4, "n2", 3)]
-    found = check(log, [])
-    assert (found.commits, found.generations) == (4, [1, 3])
-    assert (found.overlaps, found.stopped_in_between, found.stalled) == ([], [], [])
+FOLLOW = [commit(1, "n0", 1), commit(2, "n1", 1), commit(3, "n1", 3), commit(4, "n2", 3)]
+BACK = [commit(1, "n0", 1), commit(2, "n1", 2), commit(3, "n0", 1), commit(4, "n1", 2)]
+LATE = [commit(2, "n1", 2), *(commit(3 + at, "n0", 1) for at in range(5))]
+PAUSED = Pause("n0", 1.4, 10.0)
 
 
-def test_an_older_generation_after_a_younger_one_is_an_overlap() -> None:
-    found = check([commit(1, "n0", 1), commit(2, "n1", 2), commit(3, "n0", 1), commit(4, "n1", 2)], [])
-    assert len(found.overlaps) == 1
-    assert "generation=1" in found.overlaps[0]
+def halfway(took: float | None) -> list[Commit]:
+    return [commit(1, "n1", 1), commit(9, "n2", 2), commit(1.5, "n0", 1, took)]
 
 
-def test_the_order_is_that_of_the_lines_and_not_of_the_clock() -> None:
-    assert check([commit(2, "n1", 2), commit(1.999, "n0", 1)], []).overlaps
-    assert not check([commit(1.999, "n0", 1), commit(2, "n1", 2)], []).overlaps
-
-
-def test_every_late_commit_counts() -> None:
-    late = [commit(3 + at, "n0", 1) for at in range(5)]
-    assert len(check([commit(2, "n1", 2), *late], []).overlaps) == 5
-
-
-@pytest.mark.parametrize("took", [9.0, None])
-def test_a_commit_that_a_pause_stopped_halfway_is_counted_apart(took: float | None) -> None:
-    log = [commit(1, "n1", 1), commit(9, "n2", 2), commit(1.5, "n0", 1, took)]
-    found = check(log, [Pause("n0", 1.4, 10.0)])
-    assert (len(found.stopped_in_between), found.overlaps, found.stalled) == (1, [], [])
-
-
-@pytest.mark.parametrize("pause", [Pause("n1", 1.4, 10.0), Pause("n0", 0.0, 1.4), Pause("n0", 10.6, 12.0)])
-def test_a_commit_that_no_pause_of_its_host_stopped_is_an_overlap(pause: Pause) -> None:
-    found = check([commit(9, "n2", 2), commit(1.5, "n0", 1, 9.0)], [pause])
-    assert (len(found.overlaps), len(found.stalled), found.stopped_in_between) == (1, 1, [])
-
-
-def test_a_pause_excuses_no_commit_that_was_written_at_once() -> None:
-    found = check([commit(9, "n2", 2), commit(10, "n0", 1, STOPPED / 2)], [Pause("n0", 1.0, 12.0)])
-    assert len(found.overlaps) == 1
-
-
-def test_a_commit_in_time_that_was_stopped_is_counted_too() -> None:
-    found = check([commit(1, "n0", 1, 5.0)], [Pause("n0", 2.0, 6.0)])
-    assert (len(found.stopped_in_between), found.overlaps) == (1, [])
-
-
-def test_one_rank_on_two_nodes_is_an_overlap() -> None:
-    twins = [Commit(4, "n1", 1.0, 1.1, 0, 2, "n1:1"), Commit(4, "n2", 2.0, 2.1, 0, 2, "n1:1")]
-    assert len(check(twins, []).overlaps) == 1
-
-
-def test_one_generation_that_meets_at_two_places_is_an_overlap() -> None:
-    twins = [Commit(4, "n1", 1.0, 1.1, 0, 2, "n1:1"), Commit(4, "n2", 2.0, 2.1, 1, 2, "n2:1")]
-    assert len(check(twins, []).overlaps) == 1
+@pytest.mark.parametrize(
+    ("log", "pauses", "overlaps", "stopped", "stalled"),
+    [
+        pytest.param(FOLLOW, [], 0, 0, 0, id="one generation after another"),
+        pytest.param(BACK, [], 1, 0, 0, id="an older one after a younger one"),
+        pytest.param(LATE, [], 5, 0, 0, id="every late commit counts"),
+        pytest.param([commit(2, "n1", 2), commit(1.999, "n0", 1)], [], 1, 0, 0, id="by line, not by clock"),
+        pytest.param([commit(1.999, "n0", 1), commit(2, "n1", 2)], [], 0, 0, 0, id="in order"),
+        pytest.param(halfway(9.0), [PAUSED], 0, 1, 0, id="a pause stopped it halfway"),
+        pytest.param(halfway(None), [PAUSED], 0, 1, 0, id="a pause stopped it for good"),
+        pytest.param(halfway(9.0), [Pause("n1", 1.4, 10.0)], 1, 0, 1, id="another host's pause"),
+        pytest.param(halfway(9.0), [Pause("n0", 0.0, 1.4)], 1, 0, 1, id="a pause before"),
+        pytest.param(halfway(9.0), [Pause("n0", 10.6, 12.0)], 1, 0, 1, id="a pause after"),
+        pytest.param(
+            [commit(9, "n2", 2), commit(10, "n0", 1, STOPPED / 2)],
+            [Pause("n0", 1.0, 12.0)],
+            1,
+            0,
+            0,
+            id="at once",
+        ),
+        pytest.param([commit(1, "n0", 1, 5.0)], [Pause("n0", 2.0, 6.0)], 0, 1, 0, id="stopped, in time"),
+        pytest.param(
+            [Commit(4, "n1", 1.0, 1.1, 0, 2, "n1:1"), Commit(4, "n2", 2.0, 2.1, 0, 2, "n1:1")],
+            *([], 1, 0, 0),
+            id="one rank on two nodes",
+        ),
+        pytest.param(
+            [Commit(4, "n1", 1.0, 1.1, 0, 2, "n1:1"), Commit(4, "n2", 2.0, 2.1, 1, 2, "n2:1")],
+            *([], 1, 0, 0),
+            id="one generation that meets at two places",
+        ),
+    ],
+)
+def test_commits_out_of_order_are_overlaps_unless_a_pause_of_their_host_stopped_them(
+    log: list[Commit], pauses: list[Pause], overlaps: int, stopped: int, stalled: int
+) -> None:
+    found = check(log, pauses)
+    counts = (len(found.overlaps), len(found.stopped_in_between), len(found.stalled))
+    assert counts == (overlaps, stopped, stalled)
+    assert (found.commits, found.generations) == (len(log), sorted({one.generation for one in log}))
 
 
 def test_a_line_is_read_with_the_one_that_says_when_it_was_written() -> None:

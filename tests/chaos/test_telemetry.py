@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from outlast.health.agent.telemetry.recorded import read
 from outlast.health.policy.simulation import Kind
 from outlast.health.policy.telemetry import DeviceSample, HostSample, Sample, Silence, XidEvent
 from tests.health.collectors import Node
-from tests.support.jobs import mounted
+from tests.support.mounts import mounted, needs_root
 from tests.support.nvml_library import StandIn, installed
 
 
@@ -59,40 +59,37 @@ class TestReplayFile:
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "named"),
     [
-        (["fire", "--replay-file", "x"], "scenario 'fire' is unknown"),
-        (["--replay-file", "x"], "either SCENARIO or --from FILE expected"),
-        (["xid", "--from", "y", "--replay-file", "x"], "either SCENARIO or --from FILE expected"),
-        (["xid"], "either --replay-file or --state-file expected"),
-        (["xid", "--replay-file", "x", "--kernel-log", "y"], "--kernel-log needs --state-file"),
-        (
-            ["xid", "--replay-file", "x", "--seconds", "-1"],
-            "--seconds -1.0: above 0 and up to 86400 expected",
-        ),
-        (["xid", "--replay-file", "x", "--seconds", "1e18"], r"--seconds 1e\+18: above 0 and up to 86400"),
-        (["xid", "--replay-file", "x", "--interval", "1e-9"], "--interval 1e-09: from 0.01 up to 86400"),
-        (["xid", "--replay-file", "x", "--interval", "nan"], "--interval nan: from 0.01 up to 86400"),
-        (["xid", "--replay-file", "fifo"], "fifo: a regular file is expected, it is a FIFO"),
-        (["xid", "--replay-file", "/dev/full"], "/dev/full: a regular file is expected, it is a device"),
-        (["xid", "--state-file", "x", "--kernel-log", "fifo"], "fifo: a regular file is expected"),
-        (["xid,xid=-1", "--replay-file", "x"], "xid=-1: 1 to 999 expected"),
-        (["xid", "--replay-file", "/nowhere/x"], "/nowhere/x: No such file"),
-        (["--from", "/nowhere/x", "--replay-file", "y"], "/nowhere/x: cannot be read"),
+        (["fire", "--replay-file", "x"], "fire"),
+        (["--replay-file", "x"], "SCENARIO.*--from"),
+        (["xid", "--from", "y", "--replay-file", "x"], "SCENARIO.*--from"),
+        (["xid"], "--replay-file.*--state-file"),
+        (["xid", "--replay-file", "x", "--kernel-log", "y"], "--kernel-log.*--state-file"),
+        (["xid", "--replay-file", "x", "--seconds", "-1"], "--seconds -1.0.*86400"),
+        (["xid", "--replay-file", "x", "--seconds", "1e18"], r"--seconds 1e\+18.*86400"),
+        (["xid", "--replay-file", "x", "--interval", "1e-9"], "--interval 1e-09.*0.01.*86400"),
+        (["xid", "--replay-file", "x", "--interval", "nan"], "--interval nan.*0.01.*86400"),
+        (["xid", "--replay-file", "fifo"], "fifo"),
+        (["xid", "--replay-file", "/dev/full"], "/dev/full"),
+        (["xid", "--state-file", "x", "--kernel-log", "fifo"], "fifo"),
+        (["xid,xid=-1", "--replay-file", "x"], "xid=-1.*1.*999"),
+        (["xid", "--replay-file", "/nowhere/x"], "/nowhere/x"),
+        (["--from", "/nowhere/x", "--replay-file", "y"], "/nowhere/x"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(UsageError, match=named):
         commands.main(["telemetry", *words])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+@needs_root
 @pytest.mark.parametrize("option", ["--replay-file", "--state-file"])
-def test_a_full_disk_is_told_with_the_file(tmp_path: Path, option: str) -> None:
+def test_a_full_disk_is_an_error_with_the_file(tmp_path: Path, option: str) -> None:
     full = mounted(tmp_path, "-t", "tmpfs", "-o", "size=4k", "tmpfs")
     with full, pytest.raises(UsageError, match=f"^{tmp_path}/x.*: No space left on device"):
         commands.main(["telemetry", "healthy,devices=64", option, str(tmp_path / "x")])
@@ -120,32 +117,27 @@ class TestStandIn:
         yield one, driver
         one.collector.close()
 
-    def drive(self, node: tuple[Node, StandIn], scenario: str) -> subprocess.Popen[bytes]:
+    @contextlib.contextmanager
+    def driven(self, node: tuple[Node, StandIn], scenario: str) -> Iterator[Node]:
         one, driver = node
         files = ["--state-file", str(driver.path), "--kernel-log", str(one.kernel_log)]
         command = [sys.executable, "-m", "outlast", "chaos", "telemetry", scenario, *files]
-        return subprocess.Popen([*command, "--interval", "0.2", "--seconds", "120"])
+        one.device(1)
+        process = subprocess.Popen([*command, "--interval", "0.2", "--seconds", "120"])
+        try:
+            yield one
+        finally:
+            process.kill()
+            process.wait()
 
     def test_an_xid_and_a_lost_device_reach_the_collector(self, node: tuple[Node, StandIn]) -> None:
-        one, _ = node
-        one.device(1)
-        process = self.drive(node, "xid,device=1,devices=2,after=1")
-        try:
+        with self.driven(node, "xid,device=1,devices=2,after=1") as one:
             event = one.wait(lambda found: isinstance(found, XidEvent), "the XID")
             assert isinstance(event, XidEvent)
             assert (event.xid, event.index) == (79, 1)
-            assert one.device(1, error=True).error.endswith("GPU is lost")
+            assert one.device(1, error=True).error
             assert one.fresh(0).error == ""
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
 
     def test_a_hung_driver_reaches_the_collector(self, node: tuple[Node, StandIn]) -> None:
-        one, _ = node
-        one.device(1)
-        process = self.drive(node, "silence,device=1,devices=2,after=1")
-        try:
+        with self.driven(node, "silence,device=1,devices=2,after=1") as one:
             assert one.silence().what.startswith("NVML: device 1, ")
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -62,15 +63,14 @@ def test_a_changed_file_alone_does_not_wait_for_a_recovery() -> None:
     assert scene.handle(seen(20), now=0.0) == injections[1:]
 
 
-def test_an_overdue_injection_says_what_was_not_observed() -> None:
+def test_an_overdue_injection_names_what_was_not_observed() -> None:
     scene = Scenario((KILL,), patience=60.0)
     assert scene.deadline() is None
     scene.handle(seen(0), now=100.0)
     scene.handle(seen(1), now=150.0)
     assert scene.deadline() == 160.0
     assert scene.tick(159.9) == ""
-    assert "rank_killed" in scene.tick(160.0)
-    assert "step 10" in scene.tick(160.0)
+    assert re.search("rank_killed.* 10", scene.tick(160.0))
 
 
 def test_the_patience_begins_anew_with_each_injection() -> None:

@@ -108,7 +108,9 @@ def attack() -> None:
         case 1:
             gate()
             control(*CONTROL)
-            control(*[json.dumps(note(number)) for number in range(3000)])
+            for part in range(30):  # it is no hang that is to be found here
+                control(*[json.dumps(note(number)) for number in range(100 * part, 100 * part + 100)])
+                outlast.progress(6 + part)
             environment()
             (runtime / "heartbeat-2-1").mkdir()  # whose names can be guessed
             os.mkfifo(runtime / "heartbeat-2-0")

@@ -7,9 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import warm
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE = 240.0
 
 
