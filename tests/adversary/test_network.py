@@ -146,6 +146,7 @@ class Thief:
 
 def test_nodes_that_were_never_there_put_nothing(job: Victim) -> None:
     thief = Thief(job)
+    job.replicates()
     before = left_in(thief.replicas)
     for ghost in ("ghost-1", "ghost-2", "c"):
         found = thief.puts(ghost, node=ghost)

@@ -114,7 +114,8 @@ def test_other_ranks_and_later_starts_are_spared(
     tmp_path: Path, options: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     with started(tmp_path, "SIGKILL", *options, delay="0.1", **environment) as process:
-        until(lambda: len((tmp_path / "steps").read_text().splitlines()) > 1000, "a thousand steps")
+        steps = tmp_path / "steps"
+        until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 1000, "a thousand steps")
         assert process.poll() is None
 
 
