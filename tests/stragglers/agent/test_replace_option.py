@@ -16,5 +16,5 @@ def test_replacing_a_node_needs_a_spare(tmp_path: Path) -> None:
     config.write_text('[stragglers]\naction = "replace"\n')
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(UsageError, match="replace needs a spare node"):
+    with pytest.raises(UsageError, match=r"replace.*spare"):
         parse_run(["--config", str(config), str(script)], dict(os.environ))

@@ -8,7 +8,6 @@ from outlast.stragglers.policy.kinds import kind_of
 from outlast.stragglers.policy.measuring import (
     COMMUNICATION,
     DATA,
-    PARTS,
     STEP,
     Doing,
     Entries,
@@ -28,44 +27,25 @@ def entries(kind: Kind, *durations: float) -> Entries:
     return found
 
 
+MIXED = {COMPUTING: 0.5, LOADING: 0.1, COMMUNICATING: 0.1, WAITING: 0.3}
+KINDS = {
+    0: {COMPUTING: 0.4, LOADING: 0.2, WAITING: 0.4},
+    1: {COMPUTING: 0.1, LOADING: 0.9},
+    2: {COMMUNICATING: 0.5, WAITING: 0.5},
+}
+ONE, OF_EACH_KIND = {0: (COMMUNICATE, 1)}, {0: (COMPUTE, 1), 1: (LOAD, 0.5), 2: (COMMUNICATE, 0.5)}
+BEFORE = {0: {WAITING: 3.0, COMMUNICATING: 1.0}, 1: {LOADING: 9.0}}
+
+
 @pytest.mark.parametrize(
     ("wall", "steps", "sections", "looks", "earlier", "expected"),
     [
-        pytest.param(
-            *(2, [1, 1], {}, {-1: {COMPUTING: 0.5, LOADING: 0.1, COMMUNICATING: 0.1, WAITING: 0.3}}, {}),
-            {STEP: (1.0, 0.0), COMMUNICATION: (0.8, 0.6), DATA: (0.2, 0.0)},
-            id="no sections",
-        ),
-        pytest.param(
-            2,
-            [],
-            {0: (COMPUTE, 1.0), 1: (LOAD, 0.5), 2: (COMMUNICATE, 0.5)},
-            {
-                0: {COMPUTING: 0.4, LOADING: 0.2, WAITING: 0.4},
-                1: {COMPUTING: 0.1, LOADING: 0.9},
-                2: {COMMUNICATING: 0.5, WAITING: 0.5},
-            },
-            {},
-            {0: (0.8, 0.4), 1: (0.5, 0.0), 2: (0.5, 0.25), DATA: (0.2, 0.0), COMMUNICATION: (0.0, 0.0)},
-            id="a section keeps what is of its kind",
-        ),
-        pytest.param(
-            *(1, [1], {}, {}, {}),
-            {STEP: (1.0, 0.0), DATA: (0.0, 0.0), COMMUNICATION: (0.0, 0.0)},
-            id="no look",
-        ),
-        pytest.param(
-            *(2, [1], {0: (COMMUNICATE, 1.0)}, {-1: {COMPUTING: 1.0}}),
-            {0: {WAITING: 3.0, COMMUNICATING: 1.0}, 1: {LOADING: 9.0}},
-            {0: (1.0, 0.75), DATA: (0.0, 0.0)},
-            id="as before, where no look fell",
-        ),
-        pytest.param(
-            *(2, [1], {0: (COMMUNICATE, 1.0)}, {0: {COMMUNICATING: 1.0}}, {0: {WAITING: 3.0}}),
-            {0: (1.0, 0.0)},
-            id="a new look",
-        ),
-        pytest.param(*(1, [], {0: (COMPUTE, 3600.0)}, {}, {}), {0: (1.0, 0.0)}, id="open for many windows"),
+        (2, [1, 1], {}, {-1: MIXED}, {}, {STEP: (1, 0), COMMUNICATION: (0.8, 0.6), DATA: (0.2, 0)}),
+        (2, [], OF_EACH_KIND, KINDS, {}, {0: (0.8, 0.4), 1: (0.5, 0), 2: (0.5, 0.25), DATA: (0.2, 0)}),
+        (1, [1], {}, {}, {}, {STEP: (1, 0), DATA: (0, 0), COMMUNICATION: (0, 0)}),
+        (2, [1], ONE, {-1: {COMPUTING: 1}}, BEFORE, {0: (1, 0.75), DATA: (0, 0)}),  # no look fell on it
+        (2, [1], ONE, {0: {COMMUNICATING: 1}}, BEFORE, {0: (1, 0)}),
+        (1, [], {0: (COMPUTE, 3600)}, {}, {}, {0: (1, 0)}),  # open for many windows
     ],
 )
 def test_a_window_is_split_by_what_was_sampled(
@@ -117,11 +97,6 @@ def test_entries_have_a_median_and_keep_a_bounded_number() -> None:
     assert entries(COMPUTE, 3600.0).times(0, 1.0, 1.0).longest == 3600.0
     many = entries(COMPUTE, *[0.001] * 2000)
     assert (len(many.kept), many.count, many.total) == (512, 2000, pytest.approx(2.0))
-
-
-def test_there_is_room_for_32_sections_before_the_other_parts() -> None:
-    assert (STEP, COMMUNICATION, DATA) == (32, 33, 34)
-    assert PARTS == ("step", "communication", "data")
 
 
 @pytest.mark.parametrize(

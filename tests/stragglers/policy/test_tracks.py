@@ -11,7 +11,7 @@ import pytest
 
 from outlast.stragglers.policy.limits import Chance, Limits, Seen
 from outlast.stragglers.policy.peers import Moves, references, spread
-from outlast.stragglers.policy.tracks import Standing, Track
+from outlast.stragglers.policy.tracks import Track
 
 NEVER = Chance()  # a healthy rank turns slow once in a hundred thousand windows
 NEVER.count(0, 99_900)
@@ -79,45 +79,6 @@ def test_what_an_earlier_leader_found_holds_until_times_deny_it(
     assert (found, track.since) == (expected, 7.0)
 
 
-def test_what_an_earlier_leader_found_is_judged_at_the_higher_level() -> None:
-    track = Track(Limits(), since=7.0)
-    add(track, [1.5], level=1)
-    assert track.stands((NEVER, ALWAYS), 1) == Standing(windows=1, slow=0, ratio=1.5, chance=1.0)
-    add(track, [1.5])
-    assert track.stands((NEVER, ALWAYS), 1).slow == 1
-
-
-def test_what_was_seen() -> None:
-    track = Track(Limits())
-    assert (track.since, track.seen, track.on, track.slow(), track.over) == (0.0, 0, False, False, True)
-    for at, ratio in enumerate([1.0, 1.5, 1.5, 1.0, 2.0, 2.0, 2.0]):
-        track.add(ratio, 2 if ratio > 1 else 0, float(at))
-    assert (track.slow(), track.run(0), track.since) == (True, 3, 1.0)
-    seen = track.stands((NEVER, ALWAYS), 1)
-    assert (seen.windows, seen.slow, seen.ratio) == (3, 3, 2.0)
-    assert seen.chance == pytest.approx(1e-15, rel=1e-6, abs=0)
-    add(track, [1.0])
-    assert (track.slow(), track.run(0)) == (False, 0)
-    assert (track.stands((NEVER, ALWAYS), 1).windows, track.on) == (3, True)
-
-
-def test_until_a_rank_is_found_its_slow_windows_in_a_row_are_told() -> None:
-    track = Track(Limits())
-    add(track, [1.5])
-    assert track.stands((Chance(), ALWAYS), 1) == Standing(1, 1, 1.5, pytest.approx(0.01))
-    add(track, [1.0, 1.7])
-    assert track.stands((Chance(), ALWAYS), 1) == Standing(1, 1, 1.7, pytest.approx(0.01))
-    assert not track.on
-
-
-def test_nothing_is_left_to_remember_after_the_latest_windows() -> None:
-    track, over = Track(Limits(latest=4)), []
-    for ratio in (1.5, 1.0, 1.0, 1.0, 1.0):
-        add(track, [ratio])
-        over.append(track.over)
-    assert over == [False] * 4 + [True]
-
-
 def test_many_windows_of_the_lower_level_do_what_few_of_the_higher_one_do() -> None:
     """A tenth of the bound: 0.1 ** 8 is below a twentieth of 1e-6, 0.1 ** 7 is not."""
     track, lower, on = Track(Limits()), Chance(0.1), []
@@ -159,26 +120,6 @@ def test_the_chance_at_the_lower_level_is_that_of_the_other_ranks(slow: list[boo
 
 
 # Chance
-
-
-def test_the_limits_are_those_of_the_documents() -> None:
-    """docs/explanation/stragglers.md has a reason for each."""
-    assert Limits() == Limits(
-        ratio=1.05,
-        seconds=0.001,
-        share=0.01,
-        deviations=(3.0, 1.5),
-        first=(0.01, 0.1),
-        share_of_alarms=(0.9, 0.1),
-        most=8,
-        on=1.10,
-        off=1.04,
-        windows=3,
-        latest=20,
-        false_alarms=1e-6,
-        moves=30,
-        missing=10,
-    )
 
 
 def test_what_is_learned_replaces_the_first_guess_and_older_windows_lose_weight() -> None:
@@ -315,11 +256,6 @@ def test_the_spread_of_moves_is_that_of_one_window(heights: list[float], least: 
     moves, after = moved(heights, least)
     assert moves.spread == pytest.approx(1.4826 * expected / math.sqrt(2))
     assert not any(after)
-
-
-def test_moves_are_changes_against_the_peers() -> None:
-    moves, _ = moved([0.0, 1.0, 0.0], 2, paces=[1.0, 3.0, 0.5])
-    assert moves.spread == pytest.approx(1.4826 / math.sqrt(2)), "the whole job's pace does not count"
 
 
 def test_independent_noise_is_settled_once_enough_changes_are_known(seed: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from outlast.stragglers.policy.limits import Limits
-from outlast.stragglers.policy.peers import references, spread
 from outlast.stragglers.policy.rows import Kind, Place, State, Verdict
 from tests.stragglers.policy.builders import AT_ONCE, RANKS, Job, Times, brief, but, full, words
 
@@ -109,12 +108,6 @@ def test_what_a_rank_costs_is_at_least_so_much_in_each_step(
     ]
 
 
-@pytest.mark.parametrize(("each", "named"), [(0.5, False), (0.5001, True)])
-def test_a_time_at_the_limit_is_not_slow(each: float, named: bool) -> None:
-    job = Job(limits=replace(AT_ONCE, ratio=1.25, on=1.0))
-    assert job.told(1, forward=but(0.4, r3=each)) == ["0 on 3 forward"] * named
-
-
 def test_sixteen_ranks_are_judged_at_once_and_fewer_when_their_changes_are_known() -> None:
     assert Job(16, AT_ONCE).told(3, forward=[1.0] * 15 + [2.0]) == ["0 on 15 forward"]
     assert Job(15, AT_ONCE).told(9, forward=[1.0] * 14 + [2.0]) == ["3 on 14 forward"]
@@ -162,14 +155,6 @@ def test_of_a_large_group_the_eight_slowest_ranks_reach_the_lower_level(late: in
     for at in range(30, ranks):
         times[at] += 0.3
     assert len(Job(ranks, AT_ONCE).told(1, forward=times)) == late, "at the higher level all of them"
-
-
-def test_three_deviations_are_not_beyond_three_deviations() -> None:
-    ordered = sorted([*SPREAD, 2.0])
-    bound = references(ordered)[0] * math.exp(3.0 * spread(ordered))
-    strict = replace(AT_ONCE, share_of_alarms=(1.0, 0.0))  # the lower level finds nobody
-    for each, found in ((bound, []), (bound + 1e-9, ["0 on 30 forward"])):
-        assert Job(31, strict).told(1, forward=[*SPREAD, each]) == found
 
 
 # What a rank is late with, and what it costs.
@@ -272,23 +257,6 @@ def test_a_finding_in_a_section_that_is_entered_rarely_is_withdrawn_after_three_
     assert [(brief(one), "12" in words(one)) for one in told][1:] == [("off 3 save", True)]
 
 
-@pytest.mark.parametrize(("absent", "known"), [(2, True), (3, False)])
-def test_slow_windows_of_a_section_that_is_new_count_for_three_windows(absent: int, known: bool) -> None:
-    job = Job(limits=replace(AT_ONCE, windows=2, missing=1))
-    assert job.told(3, backward=but(1.0)) == []
-    slow = but(1.0, r3=1.5)
-    assert job.told(1, forward=slow) == []
-    assert job.told(absent, backward=but(1.0)) == []
-    assert bool(job.told(1, forward=slow)) is known
-
-
-def test_lateness_is_withdrawn_where_nothing_is_known_of_waiting_any_more() -> None:
-    job = Job(limits=AT_ONCE)
-    job.see(but(0.5, r5=0.0), forward=but(0.1), reduce=but(0.05))
-    (lost,) = (one for _ in range(12) for one in job.see(forward=but(0.1)))
-    assert (brief(lost), {"5", "n0", "10"} <= words(lost)) == ("off 5", True)
-
-
 @pytest.mark.parametrize(("names", "learned"), [(998, True), (999, False)])
 def test_of_a_thousand_sections_what_is_known_is_kept_and_of_more_only_what_is_slow(
     names: int, learned: bool
@@ -334,15 +302,6 @@ def test_what_is_not_known_has_its_rank_and_section() -> None:
         *("unknown 0 backward", "unknown 1 backward", "unknown 2 backward", "unknown 2 forward", "unknown 3")
     ]
     assert len({one.reason for one in told}) == 5
-
-
-def test_why_a_rank_is_not_known_is_that_of_the_latest_window() -> None:
-    job, told, reasons = Job(4), 0, []
-    for forward in (None, None, math.nan):
-        told += len(job.see(forward=[1.0, 1.0, 1.0, forward], backward=[1.0] * 4))
-        reasons += [one.reason for one in job.decider.unknown]
-    assert told == 1
-    assert reasons[0] == reasons[1] != reasons[2]
 
 
 def test_each_section_is_told_when_it_is_known_again() -> None:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -129,23 +128,6 @@ def test_most_of_the_excess_is_more_than_half_of_it(windows: list[list[Row]], ki
 @pytest.mark.parametrize(("peers", "kind"), [([1], OTHER), ([1, 7], OTHER), ([0, 1], DATA)])
 def test_a_rank_without_peers_is_late_with_nothing(peers: list[int], kind: Kind) -> None:
     assert kind_of(LOADS, peers=peers) is kind
-
-
-def test_noise_does_not_hide_what_a_rank_is_late_with(seed: int) -> None:
-    draws, usual = Random(seed), {COMPUTE: 0.4, DATA: 0.1, Kind.COMMUNICATION: 0.1}
-    windows = [
-        spent(
-            *(
-                {
-                    kind: one * draws.uniform(0.95, 1.05) + 0.1 * (rank == 1 and kind is DATA)
-                    for kind, one in usual.items()
-                }
-                for rank in range(4)
-            )
-        )
-        for _ in range(4)
-    ]
-    assert kind_of(*windows, peers=range(4)) is DATA
 
 
 # Records

@@ -79,16 +79,6 @@ def test_what_is_busy_unknown_and_waiting(
     assert (found.count(9), found.usual) == (1, 0.0)
 
 
-def test_nobody_waits_before_a_row_has_it() -> None:
-    peers = Peers(range(2), 0.0, {})
-    assert (peers.waits, peers.waiting, peers.duration, peers.late(0)) == (False, [0.0, 0.0], 0.0, None)
-    assert peers.cell("s", {0: row(0, 1.0), 1: row(1, 3.0)}) is not None
-    assert (peers.waits, peers.arrival(), peers.duration) == (False, None, 3.0)
-    assert peers.cell("s", {0: row(0, 1.0, 0.5), 1: row(1, 3.0)}) is not None
-    assert peers.cell("s", {0: row(0, 1.0, 0.5), 1: row(1, 3.0, 0.25)}) is not None
-    assert (peers.waits, peers.waiting) == (True, [1.0, 0.25])
-
-
 def test_the_median_rank_is_how_long_a_window_is() -> None:
     """Of more than 64 ranks every second one, third one and so on; times that are no numbers do not count."""
     assert cell([row(rank, float(rank + 1)) for rank in range(4)])[0].duration == 3.0

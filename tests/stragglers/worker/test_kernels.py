@@ -32,6 +32,10 @@ def events(of: profile) -> dict[str, int]:
     return {one.key: one.count for one in of.key_averages()}
 
 
+def ours(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("[outlast]")]
+
+
 @pytest.fixture(autouse=True)
 def nothing_runs_afterwards() -> Iterator[None]:
     yield
@@ -39,22 +43,16 @@ def nothing_runs_afterwards() -> Iterator[None]:
     assert not _torch_compat.profiler_runs()
 
 
-def test_each_call_of_an_operator_has_its_time() -> None:
+def test_each_call_of_an_operator_within_a_look_has_its_time() -> None:
     one = Kernels(on_device=False)
-    assert one.begin()
-    work()
-    found = one.end()
-    assert list(found) == ["aten::add"]
-    assert len(found["aten::add"]) == 2
-    assert all(0 < taken < 60 for taken in found["aten::add"])
-
-
-def test_what_runs_between_two_looks_is_not_recorded() -> None:
-    one = Kernels(on_device=False)
-    assert looked(one) == {"aten::add": 2}
-    work()
-    assert one.end() == {}
-    assert looked(one) == {"aten::add": 2}
+    for _ in range(2):
+        assert one.begin()
+        work()
+        found = one.end()
+        assert (list(found), len(found["aten::add"])) == (["aten::add"], 2)
+        assert all(0 < taken < 60 for taken in found["aten::add"])
+        work()
+        assert one.end() == {}
 
 
 def test_a_look_within_a_look_is_not_begun() -> None:
@@ -67,24 +65,16 @@ def test_a_look_within_a_look_is_not_begun() -> None:
     assert len(outer.end()["aten::add"]) == 2
 
 
-def test_no_look_is_begun_while_a_profiler_of_the_script_runs() -> None:
-    one = Kernels(on_device=False)
-    with profile(activities=[ProfilerActivity.CPU]) as theirs:
-        assert looked(one) == {}
-    assert events(theirs)["aten::add"] == 2
-    assert looked(one) == {"aten::add": 2}
-
-
-def test_that_it_waits_for_the_script_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_look_is_begun_while_a_profiler_of_the_script_runs_which_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     one = Kernels(on_device=False)
     for _ in range(2):
-        with profile(activities=[ProfilerActivity.CPU]):
-            looked(one)
-            looked(one)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[outlast]")]
-    assert said == [
-        "[outlast] single kernels of this rank are not timed while the script's own profiler is started"
-    ]
+        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+            assert looked(one) == {}
+        assert events(theirs)["aten::add"] == 2
+    assert len(ours(capsys)) == 1
+    assert looked(one) == {"aten::add": 2}
 
 
 def test_nor_while_one_waits_or_warms_up() -> None:
@@ -141,24 +131,17 @@ def test_so_is_one_with_a_schedule_that_starts_within_a_look(wait: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_cuda_it_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("pretends", [False, True])
+def test_without_cuda_or_a_profiler_of_it_no_look_is_taken_which_is_told_once(
+    pretends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torch refuses to record CUDA where there is none."""
+    if pretends:
+        monkeypatch.setattr(Kernels, "_device_works", lambda _: True)
     one = Kernels()
     assert [looked(one) for _ in range(3)] == [{}] * 3
-    assert capsys.readouterr().err == (
-        "[outlast] single kernels of this rank are not timed: this process has no CUDA device\n"
-    )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_profiler_that_cannot_begin_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Kernels, "_device_works", lambda _: True)
-    one = Kernels()  # torch refuses to record CUDA where there is none
-    assert [looked(one) for _ in range(3)] == [{}] * 3
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("[outlast] single kernels of this rank are not timed: ")
+    (line,) = ours(capsys)
+    assert ("CUDA" in line) or pretends
 
 
 def test_looks_that_find_nothing_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +152,8 @@ def test_looks_that_find_nothing_end(capsys: pytest.CaptureFixture[str]) -> None
     for _ in range(EMPTY):
         assert looked(one, lambda: None) == {}
     assert not one.begin()
-    assert "20 looks found none; another program may use CUPTI" in capsys.readouterr().err
+    (line,) = ours(capsys)
+    assert "CUPTI" in line
 
 
 def test_names_and_their_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.ipc.heartbeat_page import PAGE_BYTES, HeartbeatPage
-from outlast.stragglers.policy.measuring import SAMPLER, Doing
+from outlast.stragglers.policy.measuring import Doing
 from outlast.stragglers.worker.sampler import EVERY, SHARE, SLOWEST, Frames, Sampler, pause_of
 from tests.support.jobs import DEADLINE
 
@@ -46,13 +45,10 @@ class Here:
         self.found: list[tuple[Doing, Doing]] = []
 
     def look(self) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        self.found.append(Frames().doing(frame, lambda: self.cuda))
+        self.found.append(Frames().doing(sys._getframe(1), lambda: self.cuda))
 
-    def wait(self) -> None:
-        """A method named wait that, as a collective's, is no frame of Python: its caller is looked at."""
-        frame: FrameType | None = sys._getframe(1)
-        self.found.append(Frames().doing(frame, lambda: self.cuda))
+    wait = look
+    """A method named wait that, as a collective's, is no frame of Python: its caller is looked at."""
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -139,6 +135,7 @@ def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
     page = HeartbeatPage(bytearray(PAGE_BYTES))
     section = page.section("forward")
     sampler = Sampler(page)
+    number = sampler._running._descriptor
     sampler.begin()
     seconds, deadline = 0.0, time.monotonic() + DEADLINE
     while seconds < 0.1 and time.monotonic() < deadline:
@@ -146,6 +143,8 @@ def test_samples_say_how_long_a_thread_computed_in_a_section() -> None:
             time.sleep(0.02)
         seconds += sampler.take().get(section.slot, {}).get(Doing.COMPUTING, 0.0)
     sampler.close()
+    sampler.join(DEADLINE)
+    assert number < 0 or not Path(f"/proc/self/fd/{number}").exists()
     assert seconds >= 0.1
     assert not sampler.failure
 
@@ -195,20 +194,6 @@ def test_a_script_that_closes_all_descriptors_is_still_sampled(sampler: Sampler)
     if sampler._running._descriptor >= 0:
         os.close(sampler._running._descriptor)
     assert looked(sampler, 5)
-
-
-def test_the_descriptor_is_closed_in_the_end() -> None:
-    sampler = Sampler(HeartbeatPage(bytearray(PAGE_BYTES)))
-    number = sampler._running._descriptor
-    sampler.begin()
-    sampler.close()
-    sampler.join(DEADLINE)
-    assert number < 0 or not Path(f"/proc/self/fd/{number}").exists()
-
-
-def test_the_sampler_has_its_name_in_the_kernel(sampler: Sampler) -> None:
-    assert Path(f"/proc/self/task/{sampler.native_id}/comm").read_text().strip() == SAMPLER
-    assert sampler.native_id != threading.get_native_id()
 
 
 @pytest.mark.parametrize("step", [0.02, 0.1, 0.107, 0.3, 0.55, 1.0])
