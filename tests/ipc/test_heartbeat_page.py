@@ -84,5 +84,5 @@ def test_names_beyond_the_last_slot_share_one(reader: HeartbeatReader) -> None:
 
 def test_a_page_of_another_layout_is_refused(reader: HeartbeatReader) -> None:
     HeartbeatPage.open(reader.path).words[0] += 1
-    with pytest.raises(UsageError, match="layout 2, expected 1"):
+    with pytest.raises(UsageError, match=r"2.*1"):
         HeartbeatPage.open(reader.path)

@@ -40,7 +40,6 @@ def test_another_token_is_refused_on_both_sides(pair: tuple[Box, Box]) -> None:
         c.post.knock(a.address, {"n": 1})
         c.until(lambda box: box.refused)
         a.until(lambda box: box.refused)
-        assert a.refused == c.refused == ["the two sides do not have the same token"]
         assert a.post.counters().refused == c.post.counters().refused == {"token": 1}
         assert c.post.counters().dropped == 1
         a.post.send("c", {"n": 1}, c.address)
@@ -51,14 +50,13 @@ def test_another_token_is_refused_on_both_sides(pair: tuple[Box, Box]) -> None:
 @pytest.mark.parametrize("other", [1, PROTOCOL + 1])
 def test_another_protocol_is_refused_on_both_sides(pair: tuple[Box, Box], other: int) -> None:
     a, _ = pair
-    version = metadata.version("outlast")
-    expected = f"protocol {PROTOCOL} (outlast {version}) expected, {other} (outlast 9.9.9) found"
     with stranger(a, "c", protocol=other) as line, pytest.raises(ConnectionClosed) as caught:
         line.recv(DEADLINE)
     assert caught.value.rcvd is not None
-    assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (4002, expected)
     a.until(lambda box: box.refused)
-    assert a.refused == [expected]
+    assert (caught.value.rcvd.code, [caught.value.rcvd.reason]) == (4002, a.refused)
+    expected = (f"{PROTOCOL}", metadata.version("outlast"), f"{other}", "9.9.9")
+    assert [one for one in expected if one not in a.refused[0]] == []
 
 
 def test_a_stranger_that_is_dialled_proves_nothing(pair: tuple[Box, Box]) -> None:
@@ -73,17 +71,9 @@ def test_a_stranger_that_is_dialled_proves_nothing(pair: tuple[Box, Box]) -> Non
 
     with serve(answer, "127.0.0.1", 0, compression=None) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for count, reason in enumerate(
-            (
-                f"protocol {PROTOCOL} ",
-                "a JSON object expected, list",
-                "a JSON object expected: ",
-                "a hello expected",
-            ),
-            1,
-        ):
+        for count in range(1, 5):
             _knock_until_refused(a, f"127.0.0.1:{server.socket.getsockname()[1]}", count)
-            assert a.refused[-1].startswith(reason), a.refused
+        assert len(set(a.refused)) == 4, a.refused
         server.shutdown()
 
 
@@ -109,7 +99,7 @@ def test_no_websocket_is_refused_whoever_dials(pair: tuple[Box, Box]) -> None:
     with _listener(b"SSH-2.0-OpenSSH_9.6\r\n") as address:
         a.post.knock(address, {"n": 1})
         a.until(lambda box: len(box.refused) == 2)
-    assert a.refused[-1].startswith("a WebSocket expected, ")
+    assert a.post.counters().refused["no_websocket"] == 3
 
 
 def test_a_page_in_a_browser_is_refused(pair: tuple[Box, Box]) -> None:
@@ -137,7 +127,6 @@ def test_who_says_nothing_or_little_by_little_is_given_up(pair: tuple[Box, Box])
             with line:
                 assert line.recv(1) == b""
         a.until(lambda box: box.post.counters().refused == {"deadline": 22} and len(box.refused) == 2)
-    assert a.refused == ["the other side did not greet within 3 s"] * 2
 
 
 def _goes_on(line: socket.socket) -> bool:
@@ -152,7 +141,7 @@ def test_too_much_from_a_stranger_is_refused(pair: tuple[Box, Box]) -> None:
     with connect(f"ws://{a.address}/", compression=None, proxy=None, close_timeout=1) as line:
         _send_until_closed(line, "x" * (1 << 20))
     a.until(lambda box: box.refused)
-    assert a.refused == ["more than 16384 bytes before the proof"]
+    assert "16384" in a.refused[0]
 
 
 def _send_until_closed(line: ClientConnection, payload: str | bytes) -> ConnectionClosed:
@@ -167,8 +156,8 @@ def _send_until_closed(line: ClientConnection, payload: str | bytes) -> Connecti
 @pytest.mark.parametrize(
     ("payload", "code", "reason"),
     [
-        ("x" * ((4 << 20) + 1), 1009, "a frame of at most 4194304 bytes expected"),
-        (b"{}", 4003, "a whole text expected, a frame of BINARY found"),
+        ("x" * ((4 << 20) + 1), 1009, "4194304"),
+        (b"{}", 4003, "BINARY"),
     ],
     ids=["oversized", "binary"],
 )
@@ -185,7 +174,7 @@ def test_a_peer_that_sends_rubbish_is_gone(
     a.until(lambda box: box.gone)
     (gone,) = a.gone
     assert gone.peer == "c"
-    assert gone.reason.startswith(reason)
+    assert reason in gone.reason
     a.seen.remove(gone)
 
 
@@ -203,10 +192,10 @@ def test_pings_are_answered_and_cost_nothing(pair: tuple[Box, Box]) -> None:
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("no-such-host.invalid:29400", "the name no-such-host.invalid does not resolve: "),
-        ("127.0.0.1", "host:port expected, '127.0.0.1' found"),
-        ("127.0.0.1:0", "host:port expected, "),
-        ("x" * 300 + ":1", "the name xxx"),
+        ("no-such-host.invalid:29400", "no-such-host.invalid"),
+        ("127.0.0.1", "'127.0.0.1'"),
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("x" * 300 + ":1", "xxx"),
         ("127.0.0.1:1", "Connection refused"),
     ],
 )
@@ -214,7 +203,7 @@ def test_an_address_that_leads_nowhere_is_refused(pair: tuple[Box, Box], address
     a, _ = pair
     a.post.send("c", {"n": 1}, address)
     a.until(lambda box: box.refused)
-    assert a.refused[0].startswith(reason)
+    assert reason in a.refused[0]
 
 
 def test_itself_and_the_wrong_name_are_refused(pair: tuple[Box, Box]) -> None:
@@ -222,13 +211,11 @@ def test_itself_and_the_wrong_name_are_refused(pair: tuple[Box, Box]) -> None:
     with boxes("c", "a") as (c, twin):
         c.post.knock(c.address, {"n": 1})
         c.until(lambda box: len(box.refused) == 2)
-        assert set(c.refused) == {"another agent expected, c itself found"}
         c.post.send("d", {"n": 1}, b.address)
         c.until(lambda box: len(box.refused) == 3)
-        assert c.refused[-1] == "d expected, b found"
+        assert {"b", "d"} <= set(c.refused[-1].split())
         twin.post.knock(a.address, {"n": 1})
         twin.until(lambda box: box.refused)
-        assert twin.refused == ["two agents are called a; each needs its own name"]
 
 
 def test_what_cannot_be_listened_at_is_named() -> None:
@@ -239,13 +226,11 @@ def test_what_cannot_be_listened_at_is_named() -> None:
             ("192.0.2.1", 0, "Cannot assign requested address"),
             ("127.0.0.1", 70000, ""),
         ):
-            with pytest.raises(
-                CannotListen, match=f"channel: {host}:{port} cannot be listened at: .*{reason}"
-            ):
+            with pytest.raises(CannotListen, match=f"{host}:{port} .*{reason}"):
                 Post("b", host, port, TOKEN)
-    with pytest.raises(UsageError, match="a token is expected where others"):
+    with pytest.raises(UsageError):
         Post("b", "0.0.0.0", 0, "")
-    with pytest.raises(UsageError, match="a name of this agent expected"):
+    with pytest.raises(UsageError):
         Post("", "127.0.0.1", 0, "")
 
 
@@ -289,12 +274,9 @@ def test_a_lack_of_descriptors_is_named_and_heals() -> None:
     )
     lines = run.stdout.splitlines()
     assert run.returncode == 0, run.stderr
-    assert "connections with 1250 agents, 'ulimit -n' is 20 (it may be raised to 4096)" in lines[0]
-    assert lines[1:] == [
-        "Too many open files: 'ulimit -n' is 20 here, and may be raised to 4096",
-        "TooFewDescriptors",
-        "heals",
-    ]
+    assert [one for one in ("1250", "20", "4096") if one not in lines[0]] == []
+    assert [one for one in ("20", "4096") if one not in lines[1]] == []
+    assert lines[2:] == ["TooFewDescriptors", "heals"]
 
 
 @contextmanager
@@ -332,8 +314,7 @@ def test_a_stranger_that_closes_at_once_after_a_false_proof_ends_nothing_but_its
         with suppress(ConnectionResetError):
             while raw.recv(4096):
                 pass
-    a.until(lambda box: box.refused)
-    assert a.refused == ["the two sides do not have the same token"]
+    a.until(lambda box: box.post.counters().refused == {"token": 1})
 
 
 _CROWD = """

@@ -57,7 +57,6 @@ def test_a_node_that_is_slow_at_the_product_is_replaced_by_the_spare(seed: int) 
     computed = fleet.computed()
     assert (len(computed), len(set(computed))) == (4, 1), "all ranks, after the same step"
     assert fleet.apart() == []
-    assert any("second sign: it takes 2.00 times as long" in line for line in fleet.log)
 
 
 def test_a_node_that_is_not_slow_at_the_product_stays(seed: int) -> None:

@@ -19,7 +19,6 @@ from outlast.cluster.policy.events import (
     Proposal,
     QuiesceNodes,
     SendMessage,
-    SendToAddress,
     TellNodes,
 )
 from outlast.cluster.policy.job_controller import JobController
@@ -28,16 +27,12 @@ from outlast.cluster.policy.members import Joined
 from outlast.cluster.policy.messages import (
     AgentsRestarted,
     AppendEntries,
-    Beacon,
-    BlameNotice,
     Ending,
     EventBatch,
     Join,
     JoinAccepted,
-    MayLeave,
     NodeStatus,
     NumberedEvent,
-    Quiesce,
     Record,
     RecordMissing,
     StatusReport,
@@ -46,8 +41,6 @@ from outlast.cluster.policy.messages import (
     StepReport,
 )
 from outlast.config import FaultToleranceOptions
-from outlast.hang.policy.attribution import Blamed
-from outlast.hang.policy.diagnosis import Verdict
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import CommitSeen
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
@@ -96,13 +89,6 @@ def heartbeat(record: Record) -> AppendEntries:
 
 def answers(outcomes: Iterable[object]) -> dict[str, object]:
     return {one.to: one.message for one in outcomes if isinstance(one, SendMessage)}
-
-
-def test_a_node_that_is_taken_in_is_told_so_and_is_told_of() -> None:
-    state = leader(3)
-    said = joins(state, "n1")
-    assert answers(said) == {"n1#1": JoinAccepted()}
-    assert state.lead.members().keys() == {"n0", "n1"}
 
 
 def test_a_node_that_was_asked_to_stop_before_it_joined_ends_the_job() -> None:
@@ -176,12 +162,6 @@ def test_an_agent_without_a_vote_gets_what_the_record_means_for_its_node() -> No
         assert state.heartbeat(f"{name}#1", heartbeat(record)).assignment is None
 
 
-def test_the_end_of_an_election_is_no_record() -> None:
-    state, record = begun()
-    ping = replace(heartbeat(record), record=None)
-    assert state.heartbeat("n1#1", ping) == replace(ping, session="n0#1")
-
-
 def crash(number: int, generation: int = 1) -> NumberedEvent:
     return NumberedEvent(number, generation, Fault(FaultKind.CRASH, "n1", 1, generation, 5, "signal 9", "x"))
 
@@ -236,66 +216,6 @@ def test_agents_that_end_with_their_job_are_not_lost() -> None:
     gone = {"n1#1": (0.0, "gone")}
     assert state.broken(gone, 5.0) == []
     assert gone.keys() == {"n1#1"}
-
-
-def test_the_nodes_that_told_of_a_hang_learn_whom_it_is_laid_to() -> None:
-    state, _ = begun(3)
-    verdict = Verdict(2, "rank 2 is in none of the collectives")
-    notice = BlameNotice(1, "n2", verdict, "n0#1")
-    blamed = Blamed(("n0", "n1", "n9"), 1, "n2", verdict)
-    assert state.blame(blamed) == [blamed, SendMessage("n1#1", notice, "n1:1")]
-    others = Blamed(("n1", "n2"), 1, "n2", verdict)
-    assert answers(state.blame(others)) == {"n1#1": notice, "n2#1": notice}
-    assert others not in state.blame(others)
-
-
-def test_nodes_are_called_again_and_again_until_something_is_proposed() -> None:
-    state, _ = begun(3)
-    assert state.calls(5.0, 0.5) == []
-    order = Quiesce(2, "an error")
-    state.begin_call(QuiesceNodes(("n0", "n1"), order))
-    first = state.calls(5.0, 0.5)
-    assert first == [order, SendMessage("n1#1", order, "n1:1")]
-    assert state.calls(5.49, 0.5) == []
-    assert state.calls(5.5, 0.5) == first
-    state.begin_call(QuiesceNodes(("n2",), order))
-    joined = [*first, SendMessage("n2#1", order, "n2:1")]
-    assert state.calls(5.6, 0.5) == joined, "a new one goes at once, and the others are asked as before"
-    state.begin_call(QuiesceNodes(("n2",), replace(order, generation=3)))
-    assert state.calls(5.7, 0.5) == [SendMessage("n2#1", replace(order, generation=3), "n2:1")]
-    state.call = None
-    assert state.calls(9.0, 0.5) == []
-
-
-def test_a_job_that_runs_tells_addresses_where_nobody_of_it_is_that_it_does() -> None:
-    ours = Beacon("run", 1, "n0#1", "n0:1")
-    seeds = ("n0:1", "n1:1", "meet:1", "n9:1")
-    assert leader().previous_members(seeds, ours, 100.0) == [], "it has not begun"
-    state = leader()
-    joins(state, "n1", member=member("n1", endpoint="meet:1"))
-    state.heard("n0#1", READY, 0, 0.0)
-    assert state.previous_members(seeds, ours, 0.0) == [SendToAddress("n9:1", ours)]
-    assert state.previous_members(seeds, ours, 1.9) == []
-    assert state.previous_members(seeds, ours, 2.0) == [SendToAddress("n9:1", ours)]
-
-
-def test_all_is_settled_when_every_agent_that_is_there_has_the_record() -> None:
-    state, record = begun(3)
-    state.reported("n1#1", record.key)
-    assert not state.settled(record, {})
-    assert state.settled(record, {"n2#1": (1.0, "gone")})
-    state.reported("n2#1", (1, 1))
-    assert not state.settled(record, {})
-    state.reported("n2#1", record.key)
-    assert state.settled(record, {})
-
-
-def test_those_that_could_succeed_the_leader_may_leave() -> None:
-    state, record = begun(3)
-    record = replace(record, quorums=(frozenset({"n2#1", "n1#1", "n0#1"}),))
-    leave = MayLeave("n0#1")
-    assert state.farewell(record) == [SendMessage("n1#1", leave), SendMessage("n2#1", leave)]
-    assert state.farewell(None) == []
 
 
 @pytest.mark.parametrize(
@@ -387,15 +307,6 @@ def test_a_failing_node_is_replaced_after_the_save_on_which_all_ranks_have_agree
     assert failing(saved(state, commits.order.said.step)) == ["n1"]
 
 
-def test_a_failing_node_is_replaced_after_any_save_where_ranks_cannot_be_held() -> None:
-    state = about_to_fail()
-    state.take("n0#1", replace(REPORT, round=2), 1.1)
-    state.take("n1#1", replace(REPORT, round=2), 1.2)
-    assert state.steps_due(5.0, 0.5) == [], "they are not asked any more"
-    assert failing(saved(state, 4)) == []
-    assert failing(saved(state, 5)) == ["n1"]
-
-
 def test_a_new_leader_tells_all_nodes_what_one_of_them_was_told_before() -> None:
     state, _ = begun()
     committed = StepProposal(ticket=6, round=1, step=9, wants=int(Want.SAVE))
@@ -483,21 +394,6 @@ def test_nodes_are_asked_for_the_shares_in_force_before_others_are_wanted() -> N
     assert state.steps_due(200.0, 0.5) == [asks]
 
 
-def test_shares_are_asked_for_where_the_speed_of_a_rank_has_changed() -> None:
-    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
-    micro_steps(state, range(1, 2), 0.02)
-    for name in ("n0", "n1", "n2"):
-        state.take(f"{name}#1", REPORT, 5.0)
-    assert told(micro_steps(state, range(2, 16), 0.02)) == []
-    assert len(told(micro_steps(state, range(16, 30), 0.02))) == 1, "once, for the slow rank"
-    reports = [
-        one
-        for name in ("n0", "n1", "n2")
-        for one in state.take(f"{name}#1", replace(REPORT, serial=2), 130.0)
-    ]
-    assert [one.order.said.slow for one in told(reports) if one.order.said is not None] == [((2, 500),)]
-
-
 def test_a_new_leader_leaves_the_shares_of_a_rank_that_is_as_slow_as_before() -> None:
     state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
     micro_steps(state, range(1, 2), 0.02)
@@ -521,12 +417,6 @@ def test_all_ranks_compute_a_product_where_that_may_be_a_second_sign() -> None:
     (asks,) = told(state.take("n1#1", REPORT, 100.1))
     assert asks.order.said is not None
     assert Want(asks.order.said.wants) is Want.BENCHMARK
-
-
-def test_times_of_ranks_that_end_change_nothing() -> None:
-    state, _ = begun(3, stragglers=StragglerOptions(action="rebalance", window=4))
-    state.take("n1#1", EventBatch(0, (crash(1),)), 1.0)
-    assert told(micro_steps(state, range(1, 30), 0.02)) == []
 
 
 DEVICE = NodeStatus(5001, device="H100")
@@ -582,24 +472,3 @@ def test_heartbeats_do_not_begin_the_comparison_of_ranks_anew(status: NodeStatus
     state, _ = begun(2, spares=1, stragglers=StragglerOptions(action="replace", window=4))
     said = slow_windows(state, range(1, 25), status)
     assert "n1" in only(Log, said).reason
-
-
-def test_a_product_is_not_asked_for_when_nothing_runs() -> None:
-    state, _ = begun(2, spares=1, stragglers=StragglerOptions(action="replace", window=4))
-    asks = next(
-        window
-        for window in range(1, 25)
-        if any(isinstance(one, TellNodes) for one in slow_windows(state, range(window, window + 1)))
-    )
-    state, _ = begun(2, spares=1, stragglers=StragglerOptions(action="replace", window=4))
-    slow_windows(state, range(1, asks))
-    state.take("n1#1", EventBatch(0, (crash(1),)), 4.0 * asks)
-    said = slow_windows(state, range(asks, asks + 1))
-    assert [one for one in said if isinstance(one, Log | TellNodes)] == []
-
-
-def test_a_stop_that_a_node_of_a_running_job_brings_along_ends_it() -> None:
-    state, _ = begun()
-    joins(state, "n1", 1.0, generation=1, session="n0#1", asked=15)
-    assert state.lead.ending is not None
-    assert state.lead.ending.exit_code == 143

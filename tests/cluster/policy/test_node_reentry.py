@@ -10,6 +10,7 @@ from tests.simulation.fencing import overlaps
 from tests.simulation.fleet_reentry import ResilientFleet
 
 SEEDS = 100
+FIRST = [0, *(pytest.param(at, marks=pytest.mark.long) for at in range(25, SEEDS, 25))]
 
 
 def _begun(count: int, spares: int = 0, seed: int = 0) -> ResilientFleet:
@@ -77,7 +78,7 @@ def test_a_node_that_does_not_answer_costs_the_next_action_in_the_same_generatio
     assert _goes_on(fleet, 2, 40.0), fleet.log
     assert fleet.processes == {"n0": 2, "n1": 2, "n2": 2}
     assert fleet.generation() == 2
-    assert sum("restart-in-job after error on n1: n2 did not bring" in line for line in fleet.log) == 1
+    assert sum("restart-in-job after error on n1" in line for line in fleet.log) == 1
 
 
 @pytest.mark.parametrize("power", [False, True])
@@ -179,7 +180,7 @@ def _torment(fleet: ResilientFleet, dice: random.Random) -> None:
             fleet.start(name)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 25))
+@pytest.mark.parametrize("first", FIRST)
 def test_the_job_comes_back_whatever_happens_and_one_generation_commits(first: int) -> None:
     for seed in range(first, first + 25):
         fleet = ResilientFleet(4, 2, 3, spares=1, seed=seed)

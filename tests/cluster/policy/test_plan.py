@@ -124,7 +124,7 @@ def test_a_plan_is_read_again_only_when_it_is_another_one() -> None:
 def test_a_plan_that_cannot_be_read_leaves_the_one_before() -> None:
     latest = LatestPlan()
     first = latest.of(_record(PLAN))
-    with pytest.raises(MessageError, match="plan: no JSON"):
+    with pytest.raises(MessageError, match="plan"):
         latest.of(replace(_record(PLAN), plan="["))
     assert latest.of(_record(PLAN)) is first
 
@@ -196,7 +196,7 @@ def test_a_plan_of_a_large_job_fits_into_a_record() -> None:
 def test_a_place_below_none_is_refused() -> None:
     codec: Codec[Assignment] = Codec(Assignment)
     assert codec.from_json({"generation": 1, "node_rank": -1}).node_rank == -1
-    with pytest.raises(MessageError, match="node_rank is -2"):
+    with pytest.raises(MessageError, match=r"node_rank.*-2"):
         codec.from_json({"generation": 1, "node_rank": -2})
 
 

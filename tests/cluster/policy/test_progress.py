@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from outlast.cluster.policy.progress import Progress, SavedSteps
-from outlast.recovery.policy.events import Fault, FaultKind
-from outlast.recovery.policy.job import CommitSeen
-from outlast.recovery.policy.pending import Pending, Why
+from outlast.cluster.policy.progress import Progress
 
 
 def _begun(*names: str) -> Progress:
@@ -68,23 +65,3 @@ def test_a_new_generation_begins_at_nothing() -> None:
 def test_before_any_generation_nobody_is_waited_for() -> None:
     assert Progress().started("n0")
     assert Progress().least() == -1
-
-
-def test_a_node_that_fails_before_the_first_step_waits_for_no_save() -> None:
-    """Where ranks can be held, they agree on a step first."""
-    fault = Fault(FaultKind.FAILING, "n0", -1, 1, -1, "n0 is failing: XID 79", "n0 is failing")
-    saved = SavedSteps()
-    assert saved.reach(Pending(fault, 600.0, Why.SAVE, fault.step))
-    assert not saved.reach(Pending(fault, 600.0, Why.SAVE))
-    assert not saved.reach(Pending(fault, 600.0, Why.SAVE, 0, agreed=True))
-
-
-def test_what_an_earlier_generation_saved_or_could_not_save_does_not_count() -> None:
-    fault = Fault(FaultKind.FAILING, "n0", -1, 2, 4, "n0 is failing: XID 79", "n0 is failing")
-    saved = SavedSteps()
-    saved.take(CommitSeen(4, "step-4"))
-    assert saved.reach(Pending(fault, 600.0, Why.SAVE, 4))
-    assert saved.reach(Pending(fault, 600.0, Why.SAVE, 4, agreed=True))
-    saved.begin()
-    assert not saved.reach(Pending(fault, 600.0, Why.SAVE, 4))
-    assert not saved.reach(Pending(fault, 600.0, Why.SAVE, 4, agreed=True))
