@@ -90,14 +90,6 @@ def next_meeting(found: NextSave, after: int) -> int:
     return next(step for step in range(after + 1, after + 10_000) if found.due(step))
 
 
-def test_the_interval_counts_a_save_that_costs_nothing_as_a_millisecond() -> None:
-    assert best_steps(0.0, 1.0, 1 / 3_200_000) == best_steps(1e-3, 1.0, 1 / 3_200_000) == 80
-
-
-def test_the_shortest_interval_is_one_step() -> None:
-    assert best_steps(0.0, 100.0, 1.0) == 1
-
-
 @pytest.mark.parametrize("begins", [0, 40])
 def test_ranks_meet_to_measure_and_then_save_every_so_many_seconds(begins: int) -> None:
     """Steps of half a second: 60 s are 120 steps. The first meeting saves nothing."""
@@ -139,24 +131,6 @@ def test_the_seconds_of_a_step_are_never_zero(step: int, now: float) -> None:
 
 def test_the_seconds_since_a_meeting_at_the_same_step_count_as_one_step() -> None:
     assert timed(7).seconds_per_step(7, 1003.0) == 3.0
-
-
-def test_a_cadence_begins_with_the_first_step_and_no_reason() -> None:
-    found = NextSave(None, 60.0)
-    assert found.reason == ""
-    assert found.due(0), "nothing was measured"
-    assert found.seconds_per_step(4, 2.0) == 0.5
-    assert NextSave(10, None).due(9) is False
-
-
-def test_a_save_every_so_many_steps_says_so_and_moves_with_no_clock() -> None:
-    found = NextSave(10, None)
-    found.begin(3, 1000.0)
-    assert found.due(10)
-    assert found.reason == "every 10 steps"
-    assert not found.measuring
-    found.settle(1.0, 10, 2000.0)
-    assert next_meeting(found, 10) == 20
 
 
 def test_both_cadences_hold_together() -> None:

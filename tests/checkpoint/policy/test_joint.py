@@ -214,10 +214,9 @@ def test_files_that_nodes_have_in_common_count_once_and_must_be_the_same() -> No
         assert found.unlike == (step == 2)
         leader.settled(found, "; ".join(found.errors))
         assert leader.answer.apart == found.unlike
-    assert "is not the same on nodes a and b" in leader.answer.error
+    assert shared.name in leader.answer.error
     leader.hear(Report("a", "s", written=(Written("x", 3, (own["a"], shared)),)))
     (found,) = leader.hear(Report("b", "s", written=(Written("x", 3, (own["b"],)),)))
     assert found.unlike, "node a counts on node b to write some of what they share"
-    assert "node a shares files with the others" in found.errors[0]
     leader.settled(found)
     assert leader.answer.apart, "what was found to differ once is not shared again"

