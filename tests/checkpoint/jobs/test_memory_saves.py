@@ -30,10 +30,6 @@ def test_restarts_make_saves_more_frequent_and_time_without_one_makes_them_rarer
     assert measured(3, 0.0, ran=60.0).steps < measured(3, 0.0, ran=36_000.0).steps
 
 
-def test_dear_saves_are_made_less_often() -> None:
-    assert measured(0, 0.0, cost=0.05).steps < measured(0, 0.0, cost=5.0).steps
-
-
 def test_the_first_save_comes_early_and_the_interval_is_changed_after_some_saves_only() -> None:
     saves = MemorySaves(None, 0, 10.0, began=0.0)
     assert [step for step in range(25) if saves.due(step)] == [FIRST_STEPS, 2 * FIRST_STEPS]

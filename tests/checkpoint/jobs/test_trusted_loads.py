@@ -87,7 +87,7 @@ def test_the_same_step_is_loaded_from_another_tier_that_holds_other_bytes(other:
 def test_suspects_are_loaded_when_nothing_else_is_left(same: Tiers) -> None:
     assert same.load(of_generation(1, "a nan"))[0] == 20
     (loaded,) = (one for one in same.records if isinstance(one, Loaded))
-    assert "nothing that is no suspect is left to load, and it is one: a nan" in loaded.reason
+    assert "a nan" in loaded.reason
 
 
 def test_what_is_marked_as_quarantined_is_set_aside_in_each_tier_that_has_these_bytes(same: Tiers) -> None:
@@ -102,5 +102,5 @@ def test_what_is_marked_as_quarantined_is_set_aside_in_each_tier_that_has_these_
 def test_when_all_are_quarantined_there_is_no_fresh_start(same: Tiers) -> None:
     marks = [Mark(f"local/{one}", CopyStatus.QUARANTINED, reason="a nan") for one in same.local.names()]
     shutil.rmtree(same.memory.folder)
-    with pytest.raises(NoUsableCheckpoint, match=r"a nan; `outlast ckpt release` lets it be loaded again"):
+    with pytest.raises(NoUsableCheckpoint, match=r"a nan.*outlast ckpt release"):
         same.load(*marks)

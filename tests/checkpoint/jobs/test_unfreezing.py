@@ -6,32 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import place_of
-from outlast.errors import CheckpointMismatch
-from tests.support import warm
-from tests.support.jobs import DEADLINE, checkpointer
-from tests.support.launching import SCRIPTS
-
-SCRIPT = SCRIPTS / "unfreezing.py"
-
-
-def ended(text: str) -> list[str]:
-    (line,) = [one for one in text.splitlines() if one.startswith("end ")]
-    return line.split()[1:]
-
-
-def test_a_run_killed_after_unfreezing_ends_with_the_same_weights(tmp_path: Path) -> None:
-    calm = warm.run([SCRIPT, tmp_path / "calm"], timeout=DEADLINE)
-    assert calm.returncode == 0, calm.stderr
-    words = [SCRIPT, tmp_path / "run", tmp_path / "mark"]
-    assert warm.run(words, timeout=DEADLINE).returncode == -9
-    again = warm.run(words, timeout=DEADLINE)
-    assert again.returncode == 0, again.stderr
-    assert ended(calm.stdout)[0] == "False"
-    assert ended(again.stdout) == ["True", *ended(calm.stdout)[1:]]
+from tests.support.jobs import checkpointer
 
 
 class Tuned:
@@ -92,20 +70,6 @@ def saved(folder: Path, named: bool = False) -> tuple[Any, Any]:
     return before, after
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_new_optimizer_gets_the_groups_of_the_checkpoint(tmp_path: Path, named: bool) -> None:
-    _, after = saved(tmp_path, named)
-    job = Tuned(named=named)
-    found = checkpointer(tmp_path, generation=2).restore(job.state)
-    assert found is not None
-    assert found.step == 2
-    torch.testing.assert_close(job.content(), after, rtol=0, atol=0)
-    assert job.groups == BOTH
-    assert [id(one) for one in job.optimizer.param_groups[1]["params"]] == [
-        id(one) for one in job.model[0].parameters()
-    ]
-
-
 def test_groups_of_a_copy_that_proves_damaged_are_taken_back(tmp_path: Path) -> None:
     before, _ = saved(tmp_path)
     (shard,) = tmp_path.glob("step-000000002*/*.safetensors")
@@ -135,25 +99,3 @@ def test_a_rollback_beyond_the_unfreezing_takes_the_groups_back(tmp_path: Path) 
     assert job.groups == ONE
     job.unfreeze()
     job.train()
-
-
-def test_what_cannot_be_given_is_refused_by_name(tmp_path: Path) -> None:
-    job, saver = Tuned(unfrozen=True), checkpointer(tmp_path)
-    hidden = {"head": job.model[1], "body": dict(job.model[0].state_dict()), "optimizer": job.optimizer}
-    job.train()
-    saver.save(1, hidden, "test")
-    other = Tuned()
-    mine = {"head": other.model[1], "body": dict(other.model[0].state_dict()), "optimizer": other.optimizer}
-    with pytest.raises(CheckpointMismatch, match="add_param_group"):
-        checkpointer(tmp_path, generation=2).restore(mine)
-    assert other.groups == ONE
-
-
-def test_a_group_that_the_script_has_from_the_start_is_not_taken_away(tmp_path: Path) -> None:
-    job, saver = Tuned(), checkpointer(tmp_path)
-    job.train()
-    saver.save(1, job.state, "test")
-    other = Tuned(unfrozen=True)
-    with pytest.raises(CheckpointMismatch, match="in its groups"):
-        checkpointer(tmp_path, generation=2).restore(other.state)
-    assert other.groups == BOTH

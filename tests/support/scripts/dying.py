@@ -20,15 +20,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from saves_steps import Job
 
-from outlast.checkpoint.policy.manifest import copy_name
-from outlast.config import CheckpointOptions
-from tests.support.jobs import Job, checkpointer, save_steps
+import outlast
 
-CHANGES = {"write", "fsync", "mkdir", "rename", "unlink", "rmdir"}
-OPERATIONS = CHANGES | {"open", "close", "preadv", "listdir"}
+CHANGES = {"write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"}
+OPERATIONS = CHANGES | {"open", "close"}
 LIMIT = 2000
-SETTINGS = CheckpointOptions(keep_last_n=2)
+OPTIONS = outlast.CheckpointOptions(async_save=False, keep_last_n=2, timeout=60.0)
 
 
 def forked(part: Callable[[], None]) -> int:
@@ -61,52 +60,67 @@ def die_before(number: int, pipe: int) -> None:
     sys.setprofile(profile)
 
 
-def live(folder: Path) -> None:
-    """Restore, and save step 4."""
-    job = Job(1)
-    saver = checkpointer(folder, generation=2, settings=SETTINGS)
-    saver.restore(job.state)
-    if not saver.save(4, job.state, "a test"):
-        raise AssertionError("the save was lost")
+def go_on(run: Path, seed: int, begin: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """Restore, do one step and save it; return what was restored."""
+    job = Job(seed)
+    with outlast.start(str(run), save_interval=10**6, checkpoints=OPTIONS) as session:
+        begin()
+        step = session.restore(**job.state)
+        content = job.content()
+        job.train()
+        session.step_done(step + 1)
+        assert session.save(), "the save was lost"
+        sys.setprofile(None)
+    return step, content
 
 
-def examine(folder: Path, content: dict[int, bytes], newest: int) -> None:
+def make(run: Path) -> None:
+    """Save three steps; leave what each holds."""
+    job, content = Job(1), {}
+    options = outlast.CheckpointOptions(async_save=False, keep_last_n=9)
+    with outlast.start(str(run), save_interval=1, checkpoints=options) as session:
+        session.restore(**job.state)
+        for step in session.steps(3):
+            job.train()
+            content[step + 1] = job.content()
+    (run.parent / "content").write_text(json.dumps(content))
+
+
+def examine(run: Path, content: dict[int, str]) -> None:
     """Check that a whole checkpoint is found, and that the job can go on from it."""
-    job = Job(2)
-    saver = checkpointer(folder, generation=3, settings=SETTINGS)
-    committed = (folder / copy_name(4, 2)).exists()
-    restored = saver.restore(job.state)
-    assert restored is not None, "nothing was restored"
-    assert restored.step == (4 if committed else newest), restored
-    assert job.content() == content[newest], "the state differs"
-    left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    before = max(int(path.name[5:14]) for path in (run / "checkpoints").glob("step-*") if whole(path))
+    step, found = go_on(run, 2)
+    assert step == before, (step, before)
+    assert content.get(step, found) == found, "the state differs"
+    left = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
     assert not left, left
-    assert saver.save(5, job.state, "a test")
+
+
+def whole(copy: Path) -> bool:
+    return (copy / "COMMIT").exists() and not (copy / "damaged").exists()
 
 
 def main() -> None:
     folder, kind = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    content = save_steps(folder / "before", 1, 2, 3)
-    newest = 3
+    make(folder / "before")  # here, so that forks need not import what it needs
+    content = {int(step): held for step, held in json.loads((folder / "content").read_text()).items()}
     if kind == "damaged":
-        newest = 2
-        with (folder / "before" / copy_name(3, 1) / "rank-00000-of-00001.safetensors").open("r+b") as file:
-            file.seek(2000)
-            byte = file.read(1)[0]
-            file.seek(2000)
-            file.write(bytes([byte ^ 4]))
-    problems, operations = [], ""
+        newest = folder / "before" / "checkpoints" / "step-000000003.g0"
+        (newest / "damaged").touch()
+        tensors = newest / "rank-00000-of-00001.safetensors"
+        octets = bytearray(tensors.read_bytes())
+        octets[-1] ^= 4
+        tensors.write_bytes(octets)
+    problems, operations, number = [], "", 0
     for number in range(1, LIMIT):
-        place = folder / "tier"
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(folder / "before", place)
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(folder / "before", run)
         readable, writable = os.pipe()
 
-        def part(place: Path = place, number: int = number, writable: int = writable) -> None:
-            die_before(number, writable)
-            live(place)
-            sys.setprofile(None)
+        def part(number: int = number, writable: int = writable, run: Path = run) -> None:
+            go_on(run, 1, lambda: die_before(number, writable))
 
         status = forked(part)
         os.close(writable)
@@ -114,7 +128,7 @@ def main() -> None:
             operations = pipe.read()
         if status not in (0, -signal.SIGKILL):
             problems.append(f"before change {number} the job ended with {status}")
-        if forked(lambda place=place: examine(place, content, newest)) != 0:  # type: ignore[misc]
+        if forked(lambda run=run: examine(run, content)) != 0:
             problems.append(f"killed before change {number}, after {operations[-200:]}")
         if status == 0:
             break

@@ -1,8 +1,9 @@
-"""Worlds of forked ranks, one after the other: each saves to a folder, or loads what an earlier one saved.
+"""Worlds of forked ranks, one after the other: each saves to a run, or loads what an earlier one saved.
 
 resharding.py FOLDER WORLD...
 
-A world is LAYOUT:RANKS:DEED, "fsdp:4:save". It prints what each of its ranks has in the end.
+A world is LAYOUT:RANKS:DEED, "fsdp:4:save". It prints what each rank has in the end. With "save+own" and
+"load+own" each rank has a number of its own, too.
 """
 
 from __future__ import annotations
@@ -23,18 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast import _torch_compat
-from outlast.checkpoint.checkpointer import Checkpointer, Identity
-from outlast.checkpoint.content.state import apply, require_fit
-from outlast.checkpoint.load import reshard
-from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import CheckpointOptions
-from outlast.ipc.exchange import StoreExchange, SystemClock
+import outlast
 
 WIDTH, HIDDEN, STEPS = 5, 6, 3  # no number of ranks divides all of them
-NAME = copy_name(STEPS, 1)
 
 
 def build(layout: str, ranks: int, seed: int) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -70,57 +62,39 @@ def content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return found
 
 
-def train(called: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    loss = torch.zeros(())
-    for _ in range(steps):
-        loss = called(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(called: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = called(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss.item()
-
-
-def load(folder: Path, identity: Identity, state: dict[str, object]) -> reshard.Received:
-    with DirectoryTier(folder).open(NAME) as copy:
-        received = reshard.open_part(copy, NAME, read_manifest(copy, NAME)[1], identity, state)
-        require_fit(state, received.saved, received.kinds, received.parameters)
-        landing = received.fill(copy, state)
-    if landing is not None:
-        landing.land()
-        landing.close()
-    left: list[Any] = [None] * identity.world_size
-    dist.all_gather_object(left, received.left)
-    reshard.require_claimed(left)
-    apply(state, received.saved, received.random, received.parameters)
-    return received
 
 
 def live(folder: Path, rank: int, layout: str, ranks: int, deed: str) -> dict[str, Any]:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     meeting = dist.FileStore(str(folder / f"store-{layout}-{ranks}-{deed}"), ranks)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
-    model, called = build(layout, ranks, seed=0 if deed == "save" else 1)
+    saves, own = deed.startswith("save"), deed.endswith("own")
+    model, called = build(layout, ranks, seed=0 if saves else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    place = {"sample": 17 if saves else 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "place": place}
+    if own:
+        state["own"] = {"number": torch.full((2,), float(rank) if saves else -1.0)}
     torch.manual_seed(3)
-    if deed == "save":
-        train(called, optimizer, STEPS)
-        inner = _torch_compat.default_store()
-        assert inner is not None
-        saver = Checkpointer(
-            folder,
-            Identity("run-a", 1, rank, ranks),
-            StoreExchange(inner, rank, ranks, 1),
-            CheckpointOptions(timeout=60.0),
-            SystemClock(),
-            lambda _: None,
-        )
-        assert saver.save(STEPS, state, "a test", {"sample": 17} if rank == 0 else None)
-        return {"content": content(model, optimizer)}
-    received = load(folder, Identity("run-a", 2, rank, ranks), state)
-    found = content(model, optimizer)
-    loss = train(called, optimizer, 1)
-    return {"content": found, "cursor": received.cursor, "loss": loss}
+    options = outlast.CheckpointOptions(async_save=False, timeout=60.0)
+    with outlast.start(str(folder / "run"), save_interval=10**6, checkpoints=options) as session:
+        restored = session.restore(**state)
+        while saves and session.completed_steps < STEPS:
+            train(called, optimizer)
+            session.step_done(session.completed_steps + 1)
+        assert not saves or session.save()
+        found = content(model, optimizer)
+        if own:
+            found["own"] = str(state["own"]["number"].tolist())
+        more = {"restored": restored, "place": place, "loss": 0.0 if saves else train(called, optimizer)}
+    return {"content": found, **more}
 
 
 def run(folder: Path, layout: str, ranks: int, deed: str) -> list[Any]:
@@ -133,7 +107,7 @@ def run(folder: Path, layout: str, ranks: int, deed: str) -> list[Any]:
                 answer = live(folder, rank, layout, ranks, deed)
             except BaseException as error:  # noqa: BLE001 - the last frame of this process
                 traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {error}"}
+                answer = {"error": type(error).__name__, "text": str(error)}
             os.write(writer, json.dumps(answer).encode())
             os._exit(0)
         os.close(writer)

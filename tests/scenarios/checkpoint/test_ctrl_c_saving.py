@@ -27,7 +27,7 @@ def being_written(run: Run) -> list[Path]:
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("synchronous", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_ctrl_c_inside_a_save_loses_no_whole_copy(tmp_path: Path, synchronous: bool) -> None:
     with running(counting(tmp_path, 100_000, synchronous=synchronous)) as run:
         until(lambda: len(run.records("saved")) > 3, lambda: f"some saves:\n{run.console()}")
