@@ -72,7 +72,9 @@ def of_job(folder: Path, run_id: str) -> Path:
 
 
 @needs_root
-@pytest.mark.parametrize("launched", [True, False], ids=["launcher", "script"])
+@pytest.mark.parametrize(
+    "launched", [True, pytest.param(False, marks=pytest.mark.long)], ids=["launcher", "script"]
+)
 def test_a_memory_folder_that_a_stranger_made_first_is_refused(tmp_path: Path, launched: bool) -> None:
     root = of_job(tmp_path / "run", f"job-{os.getpid()}")
     victim = tmp_path / "victim"
@@ -464,8 +466,9 @@ def test_an_optimizer_with_other_parameters_in_its_places_is_refused(
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("form", ["torch", "dcp"])
-@pytest.mark.parametrize("kind", ["bytes", "folder", "zeros", "nothing"])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("bytes", "torch"), ("zeros", "torch"), ("folder", "dcp"), ("nothing", "dcp")]
+)
 def test_an_import_of_junk_is_refused_in_one_line(tmp_path: Path, kind: str, form: str) -> None:
     make_run(tmp_path / "run")
     junk = Path("/dev/zero") if kind == "zeros" else tmp_path / "junk"

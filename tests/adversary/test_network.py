@@ -34,6 +34,7 @@ from tests.support.ports import free_port
 from tests.support.posts import boxes, meet, still_well
 from tests.support.teams import TOKEN, Team, TeamNode
 
+pytestmark = pytest.mark.long
 SHARD, DOCUMENT = rank_files(0, 2)
 RESTORES = """
 import sys, torch, torch.distributed as dist, outlast

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from outlast.agreement.worker.reports import Outcome, Report
@@ -32,6 +33,7 @@ def planted(copy: Path) -> dict[str, str]:
     return {topic: json.dumps({"answers": [text] * 2}) for topic, text in answers.items()}
 
 
+@pytest.mark.long
 def test_answers_that_another_account_plants_move_no_rank_to_another_step(tmp_path: Path) -> None:
     """The next generation's store listens before its ranks do; they restore the same step all the same."""
     run = Run(

@@ -25,7 +25,7 @@ from tests.simulation.fleet import FAULTS, Fleet
 RECORDED = Path(__file__).parent / "data" / "outcomes.json.gz"
 SEEDS = 2_000
 PARTS = 20
-QUICK = 4  # parts that every run of the suite plays
+QUICK = 2  # parts that every run of the suite plays; `make test-all` plays all
 _LIMIT = 240.0  # simulated seconds
 
 
@@ -62,7 +62,10 @@ def part(number: int) -> list[dict[str, Any]]:
     return [play(seed) for seed in range(number, SEEDS, PARTS)]
 
 
-@pytest.mark.parametrize("number", range(QUICK))
+EACH_PART = [pytest.param(at, marks=[] if at < QUICK else pytest.mark.long) for at in range(PARTS)]
+
+
+@pytest.mark.parametrize("number", EACH_PART)
 def test_what_becomes_of_a_job_is_as_it_was_recorded(number: int) -> None:
     recorded = json.loads(gzip.decompress(RECORDED.read_bytes()))
     for seed, found in zip(range(number, SEEDS, PARTS), part(number), strict=True):

@@ -96,7 +96,7 @@ def test_logs_in_a_folder_in_which_everybody_may_rename_are_refused(shared: Path
     ("file", "kind"),
     [
         *((file, kind) for file in ("lock", "run.json", "job_state.json") for kind in ("link", "fifo")),
-        *(("ft_state.json", kind) for kind in ("link", "fifo", "device")),
+        ("ft_state.json", "fifo"),
         *(("events.jsonl", kind) for kind in ("link", "fifo", "device")),
     ],
 )
@@ -134,6 +134,7 @@ def test_what_is_no_folder_in_the_place_of_the_checkpoints_is_refused(tmp_path: 
     assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.long
 def test_the_checkpoints_may_be_a_link_to_a_folder(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -167,7 +168,9 @@ def test_a_file_is_not_written_under_a_name_that_a_pid_gives_away(
             writer.kill()
 
 
-@pytest.mark.parametrize("launched", [True, False], ids=["launcher", "script"])
+@pytest.mark.parametrize(
+    "launched", [True, pytest.param(False, marks=pytest.mark.long)], ids=["launcher", "script"]
+)
 def test_a_link_in_the_place_of_a_training_is_refused(tmp_path: Path, launched: bool) -> None:
     folder, elsewhere = of_job(tmp_path / "run"), tmp_path / "elsewhere"
     for name in (".tmp-theirs", ".trash-theirs"):
@@ -210,6 +213,7 @@ def test_learned_timeouts_that_are_torn_are_dropped_with_a_note(tmp_path: Path) 
     assert any(torn.name in one["reason"] for one in job.records("note"))
 
 
+@pytest.mark.long
 def test_a_lost_state_of_the_job_goes_on_with_younger_generations(tmp_path: Path) -> None:
     trace = str(tmp_path / "trace")
     with running(Run(tmp_path / "run", "counting.py", trace, "12", "5")) as first:
