@@ -28,6 +28,7 @@ def test_local_checkpoints_in_one_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_killed_job_goes_on_from_its_local_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     undisturbed = running(job(tmp_path / "quiet", SCRIPT, "local"))
@@ -79,6 +80,7 @@ def test_the_signal_of_the_callback_saves_and_ends_the_job(tmp_path: Path) -> No
     assert torch.load(folder / "kept" / "last.ckpt", weights_only=False)["global_step"] == step
 
 
+@pytest.mark.long
 def test_without_the_launcher_it_is_refused(tmp_path: Path) -> None:
     done = alone(tmp_path / "job", SCRIPT, "quiet")
     assert done.returncode != 0

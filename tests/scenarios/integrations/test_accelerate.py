@@ -33,6 +33,7 @@ def test_steps_and_saves_are_announced_but_none_that_raised(
     assert len(run.records("fault_seen")) == bool(fatal)
 
 
+@pytest.mark.long
 def test_a_preempted_script_saves_and_leaves_its_loop(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, ANNOUNCED, "", pace=0.3)
@@ -74,10 +75,11 @@ def test_data_that_are_divided_otherwise_within_an_epoch_are_refused(
     ("way", "named"),
     [
         ("nothing", "resume"),
-        ("unprepared", "prepared"),
-        ("twice", "job.batches"),
-        ("two-steps", "2"),
-        ("unnamed", "resume(name="),
+        *(
+            pytest.param(way, named, marks=pytest.mark.long)
+            for way, named in {"unprepared": "prepared", "twice": "job.batches", "two-steps": "2"}.items()
+        ),
+        pytest.param("unnamed", "resume(name=", marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, way: str, named: str) -> None:
@@ -86,6 +88,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, way: str, named: str)
     assert named in done.stderr
 
 
+@pytest.mark.long
 def test_two_trainings_with_names_are_both_trained(tmp_path: Path) -> None:
     done = alone(tmp_path, "accelerate_refused.py", "named")
     assert done.returncode == 0, done.stderr

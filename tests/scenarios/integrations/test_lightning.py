@@ -19,6 +19,7 @@ SCRIPT = "lightning_trainer.py"
 PREEMPTED = 75
 
 
+@pytest.mark.long
 def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Path) -> None:
     """Gradients of two batches make a step; it saves after every third."""
     with running(job(tmp_path / "job", SCRIPT, "explicit", fatal=5)) as run:
@@ -30,6 +31,7 @@ def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Pa
     assert {3, 6, 9, 12, 15} <= {one["step"] for one in run.records("script_saved")}
 
 
+@pytest.mark.long
 def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "explicit", pace=0.3)
@@ -94,6 +96,7 @@ def test_ranks_with_torchdatas_loader_are_killed_and_see_each_sample_once(tmp_pa
     assert found["-1"] == found["9,10"]
 
 
+@pytest.mark.long
 def test_another_fit_does_not_begin_with_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "1")
     with running(Run(tmp_path / "run", "lightning_folds.py", str(tmp_path), options=options)) as run:
@@ -105,6 +108,7 @@ def test_another_fit_does_not_begin_with_the_checkpoint_of_the_one_before(tmp_pa
     assert found[1] == [["first", "-1", "0"], ["longer", "-1", "0"], *refused, ["own", "8", "4"]]
 
 
+@pytest.mark.long
 def test_outside_of_the_launcher_nothing_is_attached(tmp_path: Path) -> None:
     done = alone(tmp_path / "job", SCRIPT, "explicit")
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ pytestmark = needs("transformers", "accelerate")
 SCRIPT = "hf_trainer.py"
 
 
+@pytest.mark.long
 def test_a_run_that_is_done_trains_nothing_more(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
@@ -28,6 +29,7 @@ def test_a_run_that_is_done_trains_nothing_more(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_the_callback_reports_true_steps_and_the_trainers_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     with running(job(folder, SCRIPT, "callback", fatal=8)) as run:
@@ -38,6 +40,7 @@ def test_the_callback_reports_true_steps_and_the_trainers_checkpoints(tmp_path: 
     assert {one["step"] for one in run.records("script_saved")} == {3, 6, 9, 12}
 
 
+@pytest.mark.long
 def test_the_callback_gives_the_job_back_with_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "callback", pace=0.3)
