@@ -51,40 +51,40 @@ def test_equal_ranks_differ_by_one_micro_batch_at_most(batch: int, micro: int, w
     assert list(found) == sorted(found, reverse=True)
 
 
-def test_a_rank_that_is_not_slow_has_full_speed() -> None:
+def test_a_rank_that_is_not_slow_has_full_speed_and_one_at_half_speed_takes_half() -> None:
     assert speeds_of(4, [(1, 250), (3, 999)]) == (1000, 250, 1000, 999)
     assert speeds_of(0, []) == ()
+    assert shares(56, 2, speeds_of(4, [(2, FULL_SPEED // 2)])) == (8, 8, 4, 8)
 
 
-def test_a_rank_that_begins_a_step_is_heard_whatever_the_agent_says_of_slow_ranks(tmp_path: Path) -> None:
-    """The speeds of as many slow ranks as shares follow have room beside what the rank says."""
+def test_a_page_has_room_for_as_many_slow_ranks_as_shares_follow(tmp_path: Path) -> None:
     said = Proposal(1, Stage.PROPOSED, 1, 5, slow=tuple((rank, 500) for rank in range(MOST_SLOW)))
     agent = HeartbeatReader(tmp_path / "page", rank=0, generation=1, spawned=0.0)
     rank = HeartbeatPage.open(agent.path).agreement
     rank.begin(7, 20)
     agent.agreement.say(said)
     assert rank.read() == said
-    assert agent.agreement.read().round == 7
+    assert agent.agreement.read().round == 7, "a rank that begins a step is heard all the same"
     agent.close()
 
 
-def test_a_rank_at_half_speed_takes_half() -> None:
-    assert shares(56, 2, speeds_of(4, [(2, FULL_SPEED // 2)])) == (8, 8, 4, 8)
-
-
-@pytest.mark.parametrize(("batch", "micro", "ranks"), [(0, 1, 1), (4, 0, 1), (4, 1, 0), (4, 1, [1.0, 0.0])])
-def test_what_is_not_positive_is_refused(batch: int, micro: int, ranks: int | list[float]) -> None:
-    with pytest.raises(ValueError, match="expected positive numbers"):
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "named"),
+    [
+        (0, 2, 2, r"0.*2.*\[1\.0, 1\.0\]"),
+        (4, 0, 1, r"4.*0.*\[1\.0\]"),
+        (4, 1, 0, r"4.*1.*\[\]"),
+        (4, 1, [1.0, 0.0], r"4.*1.*\[1\.0, 0\.0\]"),
+    ],
+)
+def test_what_is_not_positive_is_refused(
+    batch: int, micro: int, ranks: int | list[float], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
         shares(batch, micro, ranks)
 
 
-def test_what_is_refused_is_said() -> None:
-    with pytest.raises(ValueError, match="shares: ") as caught:
-        shares(0, 2, 2)
-    assert str(caught.value) == (
-        "shares: found global_batch 0, micro_batch 2, speeds [1.0, 1.0];"
-        " expected positive numbers, and one rank or more"
-    )
+# The order of samples
 
 
 @given(st.integers(1, 700), st.integers(0, 1 << 70), st.integers(0, 5))
@@ -118,16 +118,18 @@ def test_an_order_is_the_same_in_every_version_so_that_a_run_goes_on_in_it(
 
 @pytest.mark.parametrize("place", [-1, 5, 6])
 def test_a_place_beyond_an_order_is_refused(place: int) -> None:
-    with pytest.raises(IndexError, match=f"place {place} of an order of 5"):
+    with pytest.raises(IndexError, match=f"{place}.*5"):
         Order(5, 0, 0)[place]
 
 
-@pytest.mark.parametrize("size", [5, 10, 64, 100])
+@pytest.mark.parametrize("size", [5, 10, 64])
 def test_every_sample_is_as_likely_at_the_first_place(size: int) -> None:
-    epochs = 200 * size
-    first = Counter(Order(size, 0, epoch)[0] for epoch in range(epochs))
+    first = Counter(Order(size, 0, epoch)[0] for epoch in range(200 * size))
     squares = sum((first[sample] - 200) ** 2 / 200 for sample in range(size))
     assert squares < size + 4 * (2 * size) ** 0.5  # chi-square with size - 1 degrees, 4 deviations
+
+
+# Steps of samples
 
 
 @given(
@@ -147,7 +149,6 @@ def test_every_sample_is_taken_exactly_once_whatever_the_worlds(
         assert size < batch
         return
     cursor, taken = Cursor(), Counter[tuple[int, int]]()
-    even = Cursor()
     while cursor.epoch < 2:
         speeds = data.draw(SPEEDS)
         step = sampling.step(cursor)
@@ -155,34 +156,42 @@ def test_every_sample_is_taken_exactly_once_whatever_the_worlds(
             break
         divided = shares(step.samples, sampling.micro_batch, speeds)
         order = sampling.order(step.epoch)
-        found = [
-            order[place]
-            for rank in range(len(speeds))
-            for part in step.of_rank(rank, divided)
-            for place in part
-        ]
-        alone = sampling.step(even)
-        assert found == [order[place] for place in alone.places]  # what one rank alone would take
+        parts = [part for rank in range(len(speeds)) for part in step.of_rank(rank, divided)]
+        found = [order[place] for part in parts for place in part]
+        assert found == [order[place] for place in step.places]  # what one rank alone would take
         assert len(found) == step.samples
         taken.update((step.epoch, sample) for sample in found)
-        cursor = even = step.after
+        cursor = step.after
     assert set(taken.values()) == {1}
     left = size % batch if drop_last else 0
     assert Counter(epoch for epoch, _ in taken) == {0: size - left, 1: size - left}
 
 
-def test_a_part_that_fills_no_step_is_the_last_step_or_left_out() -> None:
-    whole = Sampling(10, 4, 2)
-    assert whole.step(Cursor(0, 8)).places == range(8, 10)
-    assert whole.step(Cursor(0, 10)).after == Cursor(1, 4)
-    assert whole.step(Cursor(0, 9)).places == range(9, 10)
-    assert whole.step(Cursor()).after == Cursor(0, 4)
-    assert [whole.order(1)[place] for place in range(10)] == [Order(10, 0, 1)[place] for place in range(10)]
-    dropped = Sampling(10, 4, 2, drop_last=True)
-    assert dropped.step(Cursor(0, 6)).after == Cursor(0, 10)
-    assert dropped.step(Cursor(0, 7)).after == Cursor(1, 4)
+WHOLE, DROPPED = Sampling(10, 4, 2), Sampling(10, 4, 2, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "taken", "places", "after"),
+    [
+        (WHOLE, 0, range(4), Cursor(0, 4)),
+        (WHOLE, 8, range(8, 10), Cursor(0, 10)),
+        (WHOLE, 9, range(9, 10), Cursor(0, 10)),
+        (WHOLE, 10, range(4), Cursor(1, 4)),
+        (DROPPED, 6, range(6, 10), Cursor(0, 10)),
+        (DROPPED, 7, range(4), Cursor(1, 4)),
+        (DROPPED, 8, range(4), Cursor(1, 4)),
+    ],
+)
+def test_a_part_that_fills_no_step_is_the_last_step_or_left_out(
+    sampling: Sampling, taken: int, places: range, after: Cursor
+) -> None:
+    step = sampling.step(Cursor(0, taken))
+    assert (step.places, step.after) == (places, after)
+
+
+def test_without_a_seed_samples_come_in_their_order() -> None:
+    assert [WHOLE.order(1)[place] for place in range(10)] == [Order(10, 0, 1)[place] for place in range(10)]
     assert Sampling(10, 4, 2, seed=None).order(3) == range(10)
-    assert dropped.step(Cursor(0, 8)).after == Cursor(1, 4)
 
 
 def test_ranks_take_runs_of_micro_batches_and_the_last_one_may_be_short() -> None:
@@ -192,16 +201,19 @@ def test_ranks_take_runs_of_micro_batches_and_the_last_one_may_be_short() -> Non
     assert taken == [[range(1, 3), range(3, 5)], [], [range(5, 7), range(7, 8)]]
 
 
-def test_values_that_make_no_sense_are_named() -> None:
-    assert Sampling(0, 4, 2).problems() == ("dataset: it has no samples",)
-    assert Sampling(9, 4, 8).problems() == ("micro_batch: 8 is more than global_batch, 4",)
-    assert Sampling(3, 4, 2, drop_last=True).problems() == ("drop_last: the 3 samples fill no step of 4",)
-    assert Sampling(9, 0, -1).problems() == (
-        "global_batch: found 0, expected a positive whole number",
-        "micro_batch: found -1, expected a positive whole number",
-    )
-    assert Sampling(0, 0, 1).problems()[1:] == ("dataset: it has no samples",)
-    wrong = Sampling(9, 4.0, 2)  # type: ignore[arg-type]
-    assert wrong.problems() == ("global_batch: found 4.0, expected a positive whole number",)
-    for fine in (Sampling(1, 1, 1), Sampling(4, 4, 4, drop_last=True), Sampling(3, 4, 2)):
-        assert fine.problems() == ()
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        (Sampling(1, 1, 1), []),
+        (Sampling(4, 4, 4, drop_last=True), []),
+        (Sampling(3, 4, 2), []),
+        (Sampling(0, 4, 2), ["dataset"]),
+        (Sampling(9, 4, 8), ["micro_batch"]),
+        (Sampling(3, 4, 2, drop_last=True), ["drop_last"]),
+        (Sampling(9, 0, -1), ["global_batch", "micro_batch"]),
+        (Sampling(0, 0, 1), ["global_batch", "dataset"]),
+        (Sampling(9, 4.0, 2), ["global_batch"]),  # type: ignore[arg-type]
+    ],
+)
+def test_values_that_make_no_sense_are_named(sampling: Sampling, named: list[str]) -> None:
+    assert [line.partition(":")[0] for line in sampling.problems()] == named
