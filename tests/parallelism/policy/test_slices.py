@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 import pytest
@@ -144,16 +144,7 @@ def test_blocks_are_the_part_and_none_is_larger_than_allowed(data: st.DataObject
     assert (seen == inside).all()
 
 
-# The same by hand: quick enough to be run for every small change
-
-
-def test_what_two_parts_have_in_common() -> None:
-    one = Part((1, 2), (3, 4))
-    assert one.overlap(Part((2, 0), (5, 3))) == Part((2, 2), (2, 1))
-    assert one.overlap(one) == one
-    assert one.overlap(Part((4, 2), (3, 4))) is None
-    assert one.overlap(Part((1, 6), (3, 4))) is None
-    assert (one.numel, Part((0, 0), (3, 0)).numel, Part.whole((2, 5))) == (12, 0, Part((0, 0), (2, 5)))
+# By hand
 
 
 def test_what_is_left_around_a_part() -> None:
@@ -190,15 +181,6 @@ def test_the_part_of_a_rank(splits: list[Split], part: Part) -> None:
     assert part_of((7, 4), splits) == part
 
 
-def test_where_a_part_lies_in_memory() -> None:
-    holder = Part((1, 0, 1), (2, 3, 4))
-    assert (strides_of((2, 3, 4)), strides_of(())) == ((12, 4, 1), ())
-    assert place_in(Part((1, 1, 2), (1, 1, 1)), holder) == 5
-    assert place_in(Part((2, 2, 4), (1, 1, 1)), holder) == 23
-    assert extent(Part((1, 1, 2), (2, 2, 2)), holder) == 1 + 12 + 4 + 1
-    assert extent(Part((1, 1, 2), (1, 1, 1)), holder) == 1
-
-
 @pytest.mark.parametrize(
     ("limit", "rows"),
     [(20, [4]), (19, [3, 1]), (15, [3, 1]), (14, [2, 2]), (10, [2, 2]), (9, [1, 1, 1, 1]), (5, [1, 1, 1, 1])],
@@ -210,14 +192,17 @@ def test_blocks_have_as_many_rows_as_the_limit_allows(limit: int, rows: list[int
     assert list(blocks(holder, holder, limit)) == expected
 
 
-def test_a_part_that_is_no_part_of_its_tensor_is_refused() -> None:
-    whole, line, crooked = Part.whole((4, 5)), Part.whole((4,)), Part((0, 0), (4,))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda whole, line: list(whole.without(Part((0, 0), (4,)))),
+        lambda whole, line: place_in(line, whole),
+        lambda whole, line: extent(line, whole),
+    ],
+)
+def test_a_part_that_is_no_part_of_its_tensor_is_refused(use: Callable[[Part, Part], object]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        list(whole.without(crooked))
-    with pytest.raises(ValueError, match="zip"):
-        place_in(line, whole)
-    with pytest.raises(ValueError, match="zip"):
-        extent(line, whole)
+        use(Part.whole((4, 5)), Part.whole((4,)))
 
 
 def test_a_row_that_is_too_long_is_cut() -> None:
