@@ -52,4 +52,4 @@ def test_the_longest_is_waited_for_and_letters_take_time() -> None:
 
 
 def test_those_that_are_late_are_named() -> None:
-    assert late({"n2", "n1"}) == "n1, n2 did not bring the ranks to the re-entry barrier in time"
+    assert late({"n2", "n1"}).startswith("n1, n2 ")

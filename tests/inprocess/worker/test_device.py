@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outlast.errors import DeviceUnusable
+from outlast.inprocess.worker.abort import to_outlive_watchdog
 from outlast.inprocess.worker.device import require_usable
 
 
@@ -43,12 +44,26 @@ def test_an_error_of_the_device_is_named() -> None:
     def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(DeviceUnusable, match="unusable: RuntimeError: CUDA error: an illegal memory access"):
+    with pytest.raises(DeviceUnusable, match="RuntimeError: CUDA error: an illegal memory access"):
         require_usable(fails)
 
 
-def test_a_device_that_does_not_answer_is_given_up() -> None:
+def test_a_device_that_does_not_answer_is_unusable() -> None:
     answer = threading.Event()
-    with pytest.raises(DeviceUnusable, match=r"did not answer within 0\.05 s"):
+    with pytest.raises(DeviceUnusable, match=r"0\.05 s"):
         require_usable(lambda: answer.wait() and None, within=0.05)
     answer.set()
+
+
+def test_nccls_watchdog_does_not_end_a_process_that_is_to_enter_again() -> None:
+    assert to_outlive_watchdog({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}) == {  # torchrun's
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+
+
+def test_what_the_user_has_set_stays() -> None:
+    users = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_NVLS_ENABLE": "1"}
+    assert not users.keys() & to_outlive_watchdog(users).keys()
