@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 PATIENCE = 60.0
 
 
-class Trainee:
+class Trainee(ABC):
     """A rank.
 
     Args:
@@ -24,14 +25,17 @@ class Trainee:
         self.at_gate, self.go_on = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._train)
 
+    @abstractmethod
     def begin(self) -> None:
-        raise NotImplementedError
+        """Begin the loop."""
 
+    @abstractmethod
     def after(self, step: int) -> None:
-        raise NotImplementedError
+        """Be after a step."""
 
+    @abstractmethod
     def end(self) -> None:
-        raise NotImplementedError
+        """Leave the loop."""
 
     def _train(self) -> None:
         self.begin()
