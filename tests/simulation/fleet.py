@@ -94,6 +94,7 @@ class Node:
     looks_at: float = 0.0
     ending: Ending | None = None
     turned_away: str = ""
+    leads: bool = False
 
     @property
     def turns(self) -> bool:
@@ -133,6 +134,7 @@ class Fleet:
         self.commits: list[Commit] = []
         self.lived: list[str] = []  # nodes that were lost and are back
         self.judged: Counter[str] = Counter()  # what was done about faults, by the kind of action
+        self.led: list[str] = []  # nodes, in the order in which they became leaders
         self.steps: dict[int, int] = {}
         self.job_state: Mapping[str, Any] | None = None
         self._terms = JobSpec("run", "1", "-", 1, least, most, spares)
@@ -377,6 +379,10 @@ class Fleet:
         heapq.heappush(self._queue, (at, self._sent, to, sender.id, text))
 
     def _obey(self, node: Node, orders: Iterable[Order]) -> None:
+        leads = node.cluster_node is not None and node.cluster_node.leader_state is not None
+        if leads and not node.leads:
+            self.led.append(node.name)
+        node.leads = leads
         left = list(orders)
         while left and node.agent is Halt.NONE:
             one = left.pop(0)
