@@ -13,8 +13,8 @@ from hypothesis import settings as bounds
 from hypothesis import strategies as st
 
 from outlast.stragglers.policy.detector import Straggling
-from outlast.stragglers.policy.rows import Kind, Place, Row, State, Verdict
-from tests.stragglers.policy.builders import ONSET, STEPS, Fleet, Told, named, slow, words
+from outlast.stragglers.policy.rows import Kind, Row, State
+from tests.stragglers.policy.builders import ONSET, STEPS, Fleet, Told, named, slow
 
 LOG = {"log": 0.001, "forward": 0.8}
 UNEVEN = (1.0, 1.0, 1.0, 2.0)
@@ -94,18 +94,6 @@ def test_slow_now_and_then_is_found_if_it_costs_enough() -> None:
     assert (verdict.rank, verdict.section) == (5, "forward")
     assert 0.3 < verdict.share_of_steps < 0.8
     assert number < 30
-
-
-def test_off_when_it_is_fast_again_and_not_between_the_limits() -> None:
-    def factor(rank: int, at: int, section: str) -> float:
-        if rank != 1 or section != "forward" or at < ONSET:
-            return 1.0
-        return 1.5 if at < 30 else 1.07 if at < 50 else 1.0
-
-    (_, on), (number, off) = Fleet(16, noise=0.005, slow=factor).watch(80)
-    assert [on.state, off.state] == [State.ON, State.OFF]
-    assert 50 < number < 60
-    assert (off.rank, off.section) == (1, "forward")
 
 
 def test_the_stragglers_are_listed_by_what_they_cost() -> None:
@@ -219,40 +207,6 @@ def without(fleet: Fleet, decider: Straggling, left_out: Callable[[int, Row], bo
     return [(number, one) for number, one in told if one.rank == 1 and one.section == "forward"]
 
 
-def presumed(fleet: Fleet) -> Straggling:
-    """Return a decider that has seen some windows, and then hears of a finding about rank 1."""
-    decider = Straggling(STEPS)
-    assert fleet.watch(ONSET, decider) == []
-    found = Verdict(1, "n0", Kind.COMPUTE, "forward", 1.5, 1.0, 1.0, 1.2, 0, "found before", State.ON)
-    decider.presume(found, 60.0)
-    assert decider.slow == [found]
-    return decider
-
-
-def test_what_an_earlier_leader_found_is_told_when_it_is_over_and_not_before() -> None:
-    fleet = Fleet(4, slow=slow(1, 1.5, since=ONSET))
-    decider = presumed(fleet)
-    assert fleet.watch(8, decider, first=ONSET) == []
-    (verdict,) = decider.slow
-    assert verdict.slowdown == pytest.approx(1.5, rel=0.05)
-    assert "35" in words(verdict), "seconds since it was heard of"
-    fleet.slow = slow(1, 1.0)
-    ((number, verdict),) = fleet.watch(8, decider, first=ONSET + 8)
-    assert (number, verdict.rank, verdict.state) == (ONSET + 10, 1, State.OFF)
-    assert decider.slow == []
-
-
-def test_a_section_that_is_entered_no_more_keeps_no_verdict() -> None:
-    decider = Straggling(STEPS)
-    told = without(
-        Fleet(4, slow=slow(1, 1.5)), decider, lambda at, row: at >= 20 and row.section == "forward", 40
-    )
-    assert [one.state for _, one in told] == [State.ON, State.OFF]
-    number, verdict = told[1]
-    assert (number, {"'forward'", "10"} <= words(verdict)) == (29, True)
-    assert not [one for one in decider.slow if one.section]  # that it comes last is still told
-
-
 def test_a_rank_that_leaves_a_section_is_unknown_then_not_on_record() -> None:
     """It is named again only after as many slow windows as at first."""
     gone = range(20, 34)
@@ -290,18 +244,6 @@ def test_rows_without_a_place_or_of_another_window_and_no_rows() -> None:
     assert len(decider.observe(7, stale, fleet.places, 0.0)) == 4
     assert decider.observe(7, fleet.window(7), fleet.places, 0.0) == []
     assert decider.observe(6, fleet.window(6), fleet.places, 0.0) == []
-
-
-def test_a_rank_that_moves_to_another_node_begins_anew() -> None:
-    """NVRx remembers the first node of a rank for ever."""
-    fleet, decider = Fleet(8, slow=slow(5, 2.0)), Straggling(STEPS)
-    fleet.watch(20, decider)
-    assert [one.node for one in decider.slow] == ["n0"]
-    fleet.places = {**fleet.places, 5: Place(5, "spare")}
-    fleet.slow = lambda *_: 1.0
-    told = fleet.watch(20, decider, first=20)
-    assert [(one.rank, one.node, one.state) for _, one in told] == [(5, "n0", State.OFF)]
-    assert not decider.slow
 
 
 # Properties

@@ -142,6 +142,7 @@ def test_times_are_told_every_ten_seconds_and_with_each_verdict() -> None:
     (noticed,) = [one for one in found if not isinstance(one, RankTimes)]
     verdict = noticed.verdict
     assert (verdict.rank, verdict.node, verdict.kind, verdict.state) == (5, "b", COMPUTE, State.ON)
+    assert "compute" not in words(verdict), "its section has it"
     assert noticed.step in [one.step for one in records]
     assert (records[-1].ratios[5], records[-1].typical) == (pytest.approx(2.0), pytest.approx(0.1))
 
