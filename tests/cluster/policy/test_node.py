@@ -230,6 +230,8 @@ def test_a_node_is_asked_twice_at_least_before_its_silence_counts(nodes: int, pi
     timing = timing_for(nodes, ping_timeout)
     assert 2 * timing.interval <= ping_timeout
     assert timing.lease >= 5 * timing.interval
+    assert timing.lease < timing.promise < 1.5 * timing.lease, "no vote comes before a lease is over"
+    assert timing.stagger <= timing.lease / 2, "several can try before the promise that follows is over"
 
 
 def test_one_node_more_than_is_wanted_is_turned_away() -> None:

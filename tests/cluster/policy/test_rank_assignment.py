@@ -9,12 +9,13 @@ import pytest
 
 from outlast.cluster.policy.members import Member
 from outlast.cluster.policy.rank_assignment import RankAssignment, seats
+from tests.cluster.builders import member
 
 A, B, C, D = (("rack", "a"),), (("rack", "b"),), (("rack", "c"),), (("rack", "d"),)
 
 
 def _node(name: str, domains: tuple[tuple[str, str], ...] = (), **other: Any) -> Member:
-    return Member(name, f"{name}:1", other.pop("slots", 1), "run", "1", "", domains=domains, **other)
+    return member(name, domains=domains, **other)
 
 
 def _seats(
@@ -24,7 +25,6 @@ def _seats(
 
 
 def _names(nodes: Iterable[Member], previous: str = "", most: int = 9, group_size: int = 1) -> str:
-    """Return the names of the seats, one letter each, as the names before are given; ``.`` was lost."""
     return "".join(one.name for one in _seats(nodes, tuple(previous), most, group_size))
 
 
@@ -89,7 +89,6 @@ def test_who_has_ranks_keeps_them_whoever_comes() -> None:
 def test_a_free_seat_goes_to_a_good_node_then_to_one_near_its_neighbours_then_to_who_waits_longest(
     spares: list[Member], chosen: str
 ) -> None:
-    """The third of five nodes is gone; those beside it are in the racks b and d."""
     sat = [_node("a", A), _node("b", B), _node("d", D), _node("e", (("rack", "e"),))]
     assert _names([*sat, *spares], "ab.de", most=5) == f"ab{chosen}de"
 

@@ -57,6 +57,7 @@ def test_a_run_folder_whose_file_system_hangs_stops_no_agent_and_costs_no_node(
         found.nothing_left()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not _FAKETIME, reason="libfaketime is not installed")
 def test_wrong_clocks_and_one_that_is_set_back_by_an_hour_change_nothing(
     job: Callable[..., Agents], tmp_path: Path

@@ -79,6 +79,7 @@ def test_an_agent_that_hears_no_leader_ends_when_its_time_is_over(job: Callable[
     found.nothing_left()
 
 
+@pytest.mark.long
 def test_a_node_that_was_turned_away_leaves_the_first_one_waiting_with_a_limit(
     job: Callable[..., Agents],
 ) -> None:

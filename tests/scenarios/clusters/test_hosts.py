@@ -57,16 +57,6 @@ while True:
         time.sleep(0.01)
 time.sleep(1000)
 """
-ORPHAN = """
-import os, time
-if os.fork() == 0:
-    if os.fork() == 0:
-        time.sleep(0.2)
-        os._exit(3)
-    os._exit(0)
-os.wait()
-time.sleep(1000)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -135,21 +125,6 @@ def test_the_machine_gets_no_link_no_address_and_no_named_namespace(pair: Hosts)
     assert not {"bridge", "port0", "port1"} & set(os.listdir("/sys/class/net"))
 
 
-def test_hosts_talk_by_name_until_the_link_is_cut(
-    pair: Hosts, commands: list[Process], tmp_path: Path
-) -> None:
-    commands += talking(pair, tmp_path)
-    pair[1].cut()
-    cut = [one.log.read_text() for one in commands]
-    assert "eth0" in answer(pair[1], tmp_path / "routes", "cat", "/proc/net/route"), (
-        "as with a cable pulled out"
-    )
-    pair[1].heal()
-    for one, before in zip(commands, cut, strict=True):
-        assert one.log.read_text().startswith(before)
-        grows(one.log)
-
-
 def test_nothing_passes_a_cut_link(pair: Hosts, commands: list[Process], tmp_path: Path) -> None:
     commands += talking(pair, tmp_path)
     pair[0].cut()
@@ -158,13 +133,6 @@ def test_nothing_passes_a_cut_link(pair: Hosts, commands: list[Process], tmp_pat
         hears_nothing(commands[1].log, tmp_path / "ticks")
     finally:
         pair[0].heal()
-
-
-def test_a_flap_heals_by_itself(pair: Hosts, commands: list[Process], tmp_path: Path) -> None:
-    commands += talking(pair, tmp_path)
-    pair[0].flap(0.3)
-    for one in commands:
-        grows(one.log)
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="no nft")
@@ -200,15 +168,6 @@ def test_a_power_cut_takes_every_process_and_closes_no_connection(tmp_path: Path
             one.send(signal.SIGKILL)
 
 
-def test_a_killed_process_closes_its_connection(pair: Hosts, commands: list[Process], tmp_path: Path) -> None:
-    server = python(pair[0], SERVER, log=tmp_path / "server")
-    commands += [server, python(pair[1], CLIENT, log=tmp_path / "client")]
-    until(lambda: "connected" in server.log.read_text(), "a connection")
-    commands[1].send(signal.SIGKILL)
-    assert server.wait(PATIENCE) == 0
-    assert "ended" in server.log.read_text()
-
-
 def test_a_paused_host_does_nothing_and_goes_on(pair: Hosts, commands: list[Process], tmp_path: Path) -> None:
     commands += [python(pair[n], COUNTING, log=tmp_path / f"ticks-{n}") for n in (0, 1)]
     for one in commands:
@@ -221,19 +180,6 @@ def test_a_paused_host_does_nothing_and_goes_on(pair: Hosts, commands: list[Proc
     pair[0].resume()
     grows(commands[0].log)
     assert commands[0].poll() is None
-
-
-def test_orphans_are_reaped(pair: Hosts, commands: list[Process], tmp_path: Path) -> None:
-    commands.append(python(pair[0], ORPHAN, log=tmp_path / "orphan"))
-    until(lambda: len(pair[0].processes()) == 2, "the orphan, its parent gone")
-    until(lambda: len(pair[0].processes()) == 1, "the orphan to be reaped")
-
-
-def test_the_exit_status_is_that_of_the_command(pair: Hosts, tmp_path: Path) -> None:
-    command = python(pair[0], "import os; print(os.environ['A']); os._exit(7)", log=tmp_path / "log")
-    assert command.wait(PATIENCE) == 1, "no such variable"
-    command = pair[0].start(["sh", "-c", "exit $A"], {"A": "7"}, tmp_path / "log")
-    assert command.wait(PATIENCE) == 7
 
 
 LEAVING = """
