@@ -63,11 +63,7 @@ TOML = "[model]\nlayers = 4\nhidden = 64\nheads = 4\nsequence = 128\nvocabulary 
         ("m.toml", TOML, []),
         ("m.toml", TOML.replace("[model]\n", ""), []),
         ("config.json", json.dumps(GPT2), []),
-        (
-            "m.toml",
-            "layers = 4\nhidden = 64\nhead = 4\n",
-            ["head:", "heads:", "sequence:", "vocabulary:"],
-        ),
+        ("m.toml", "layers = 4\nhidden = 64\nhead = 4\n", ["head:", "heads:", "sequence:", "vocabulary:"]),
         ("config.json", json.dumps({**GPT2, "n_layer": None}), ["num_hidden_layers or n_layer:"]),
         ("m.json", "{", ["m.json"]),
         ("m.json", "[1]", ["m.json", "list"]),

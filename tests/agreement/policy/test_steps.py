@@ -212,9 +212,7 @@ def divided(number: int, slow: Slow = SLOW) -> Proposal:
             id="release",
         ),
         pytest.param(
-            1,
-            [then(ask(HELD)), then(release, wanted=False), then(at(0, 6))],
-            id="release before the commit",
+            1, [then(ask(HELD)), then(release, wanted=False), then(at(0, 6))], id="release before the commit"
         ),
         pytest.param(
             1, [*committed(SAVE), then(release), then(at(0, 8, 3, round=3))], id="release without a hold"

@@ -88,11 +88,7 @@ def at(now: float, event: Event | None, *orders: Any, **state: Any) -> tuple[Any
         ),
         pytest.param(
             lambda: begin(1, 30),
-            [
-                at(0.5, Waits(0), deadline=30.0),
-                at(2.0, None),
-                at(3.0, Waits(1), enter(0, 1)),
-            ],
+            [at(0.5, Waits(0), deadline=30.0), at(2.0, None), at(3.0, Waits(1), enter(0, 1))],
             id="one that waits is never too late",
         ),
         pytest.param(
@@ -163,12 +159,7 @@ def at(now: float, event: Event | None, *orders: Any, **state: Any) -> tuple[Any
         ),
         pytest.param(
             lambda: begin(30),
-            [
-                at(0.1, Ended(5)),
-                at(0.2, Waits(0), enter(0)),
-                at(0.3, Unwinds(0)),
-                at(99.0, None, kept=(0,)),
-            ],
+            [at(0.1, Ended(5)), at(0.2, Waits(0), enter(0)), at(0.3, Unwinds(0)), at(99.0, None, kept=(0,))],
             id="a stranger, and what comes late",
         ),
     ],

@@ -223,8 +223,7 @@ def test_shapes_are_all_that_the_rules_allow(
 
 
 @pytest.mark.parametrize(
-    ("number", "found"),
-    [(1, [1]), (2, [1, 2]), (36, [1, 2, 3, 4, 6, 9, 12, 18, 36]), (31, [1, 31])],
+    ("number", "found"), [(1, [1]), (2, [1, 2]), (36, [1, 2, 3, 4, 6, 9, 12, 18, 36]), (31, [1, 31])]
 )
 def test_divisors(number: int, found: list[int]) -> None:
     assert divisors(number) == found

@@ -55,11 +55,7 @@ def ranks(world: int, size: int, batch: int, micro: int, **options: Any) -> list
 
 def test_samples_weights_and_the_last_of_each_rank(step_of: Steps) -> None:
     found = step_of(ranks(3, 10, 10, 3, seed=None))
-    assert [[one.samples for one in mine] for mine in found] == [
-        [(0, 1, 2), (3, 4, 5)],
-        [(6, 7, 8)],
-        [(9,)],
-    ]
+    assert [[one.samples for one in mine] for mine in found] == [[(0, 1, 2), (3, 4, 5)], [(6, 7, 8)], [(9,)]]
     assert [[one.last for one in mine] for mine in found] == [[False, True], [True], [True]]
     assert [one.weight for mine in found for one in mine] == pytest.approx([0.9, 0.9, 0.9, 0.3])
     assert torch.equal(found[2][0].data, torch.tensor([9]))
@@ -83,10 +79,7 @@ def test_gradients_are_weighed_by_tokens(step_of: Steps) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "worlds"),
-    [
-        (0, [(3, (), 2), (2, ((1, 500),), 2), (1, (), 1), (4, ((0, 250),), 2)]),
-        (1, [(2, (), 3), (1, (), 4)]),
-    ],
+    [(0, [(3, (), 2), (2, ((1, 500),), 2), (1, (), 1), (4, ((0, 250),), 2)]), (1, [(2, (), 3), (1, (), 4)])],
     ids=["here", "in a process"],
 )
 def test_a_job_goes_on_at_the_exact_sample_in_another_world(

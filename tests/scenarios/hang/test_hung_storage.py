@@ -36,7 +36,7 @@ def test_the_agent_does_not_wait_for_the_file_system_of_a_hung_rank(tmp_path: Pa
             (fault,) = run.records("fault_seen")
             assert (fault["fault"], fault["rank"]) == ("hang", 0)
             (verdict,) = (tmp_path / "run" / "incidents").glob("*/verdict.json")
-            assert json.loads(verdict.read_text())["ranks"][0]["doing"].startswith("waits for storage")
+            assert "storage" in json.loads(verdict.read_text())["ranks"][0]["doing"]
             switch.unlink()
             assert run.finish() == 1
     finally:
