@@ -350,13 +350,6 @@ def test_a_report_means_the_same_to_the_leader() -> None:
 # Planted bugs
 
 
-class IgnoresTheLast(StepCoordinator):
-    """Decides before every node has reported in its term."""
-
-    def __init__(self, members: Any) -> None:
-        super().__init__(list(members)[:-1])
-
-
 class ForgetsWhatWasTold(StepCoordinator):
     """Begins anew after a change of the leader."""
 
@@ -364,69 +357,11 @@ class ForgetsWhatWasTold(StepCoordinator):
         pass
 
 
-class NumbersAnew(StepCoordinator):
-    """Takes a commit for done after a change of the leader, and proposes under another number."""
-
-    def recall(self, said: Proposal) -> None:
-        super().recall(replace(said, stage=WITHDRAWN))
-
-
 class KnowsTheNewestOnly(StepCoordinator):
     """Knows the shares only where the newest proposal was about them."""
 
     def recall(self, said: Proposal) -> None:
         super().recall(replace(said, before=()))
-
-
-class TakesAProposalForACommit(StepCoordinator):
-    """Takes shares for those in force that were only proposed."""
-
-    def recall(self, said: Proposal) -> None:
-        super().recall(replace(said, before=said.slow))
-
-
-class Sees(NodeSteps):
-    """Takes ranks for something else than they are."""
-
-    def look(self, seen: RanksSeen) -> bool:
-        number = 0 if self.said is None else self.said.number
-        return super().look(self.taken_for(seen, number))
-
-    def taken_for(self, seen: RanksSeen, number: int) -> RanksSeen:
-        return seen
-
-    def each(self, seen: RanksSeen, **fields: Any) -> RanksSeen:
-        return replace(seen, statuses=tuple(replace(one, **fields) for one in seen.statuses))
-
-
-class PromisesForOthers(Sees):
-    """Takes the promise of one rank for that of all ranks of the node."""
-
-    def taken_for(self, seen: RanksSeen, number: int) -> RanksSeen:
-        promised = any(one.answered == number and not one.passed for one in seen.statuses)
-        return self.each(seen, answered=number, passed=False) if promised else seen
-
-
-class HidesPassedSteps(Sees):
-    """Reports that ranks have promised, whatever they have answered."""
-
-    def taken_for(self, seen: RanksSeen, number: int) -> RanksSeen:
-        return self.each(seen, passed=False)
-
-
-class IsOneRank(Sees):
-    """Reports that all ranks are in the round of the one that is furthest."""
-
-    def taken_for(self, seen: RanksSeen, number: int) -> RanksSeen:
-        return self.each(seen, round=max((one.round for one in seen.statuses), default=0))
-
-
-class WaitsForTheUnasked(Sees):
-    """Waits for the answer of a rank that has gone on and needs the others to come to its next look."""
-
-    def taken_for(self, seen: RanksSeen, number: int) -> RanksSeen:
-        statuses = (one if one.answered == number else replace(one, step=0) for one in seen.statuses)
-        return replace(seen, statuses=tuple(statuses))
 
 
 class TakesOlderOrders(NodeSteps):
@@ -456,15 +391,8 @@ class NeverAsksAgain(LeaderSteps):
 @pytest.mark.parametrize(
     "build",
     [
-        Build(coordinator=IgnoresTheLast),
         Build(coordinator=ForgetsWhatWasTold),
-        Build(coordinator=NumbersAnew),
         Build(coordinator=KnowsTheNewestOnly),
-        Build(coordinator=TakesAProposalForACommit),
-        Build(steps=PromisesForOthers),
-        Build(steps=HidesPassedSteps),
-        Build(steps=IsOneRank),
-        Build(steps=WaitsForTheUnasked),
         Build(steps=TakesOlderOrders),
         Build(steps=NeverRepeats),
         Build(leader=NeverAsksAgain),

@@ -377,47 +377,11 @@ def test_a_rank_promises_waits_at_the_step_and_acts_when_it_is_committed(
 # Planted bugs
 
 
-class IgnoresTheLast(StepCoordinator):
-    """Commits without the promise of one rank."""
-
-    def __init__(self, members: Any) -> None:
-        super().__init__(list(members)[:-1] or members)
-
-
 class TakesAnyAnswer(StepCoordinator):
     """Takes it for a promise that a rank has gone on already."""
 
     def handle(self, event: Status | RankEnded) -> list[Proposal]:
         return super().handle(replace(event, passed=False) if isinstance(event, Status) else event)
-
-
-class AwaitsEveryAnswer(StepCoordinator):
-    """Waits for the answer of a rank that has gone on and needs the others to come to its next look."""
-
-    def handle(self, event: Status | RankEnded) -> list[Proposal]:
-        if isinstance(event, Status) and self.current is not None and event.answered != self.current.number:
-            event = replace(event, step=-1)
-        return super().handle(event)
-
-
-class TakesItBack(StepCoordinator):
-    """Withdraws what was committed when a rank dies."""
-
-    def handle(self, event: Status | RankEnded) -> list[Proposal]:
-        said, current = super().handle(event), self.current
-        if isinstance(event, RankEnded) and current is not None and current.stage is COMMITTED:
-            self.current = replace(current, number=current.number + 1, stage=WITHDRAWN)
-            return [self.current]
-        return said
-
-
-class ProposesTooSoon(StepCoordinator):
-    """Proposes again while ranks have not acted upon what was committed."""
-
-    def handle(self, event: Status | RankEnded) -> list[Proposal]:
-        if self.current is not None and self.current.stage is COMMITTED:
-            self.current = replace(self.current, stage=WITHDRAWN)
-        return super().handle(event)
 
 
 class WaitsForNobody(StepParticipant):
@@ -426,14 +390,6 @@ class WaitsForNobody(StepParticipant):
     def move(self, step: int) -> Move:
         found = super().move(step)
         return GO_ON if found is WAIT else found
-
-
-class ActsOnProposals(StepParticipant):
-    """Acts without a decision."""
-
-    def move(self, step: int) -> Move:
-        found = super().move(step)
-        return ACT if found is WAIT else found
 
 
 class ForgetsRounds(StepParticipant):
@@ -450,13 +406,8 @@ class ForgetsRounds(StepParticipant):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (Build(coordinator=IgnoresTheLast), "goes on after step"),
         (Build(coordinator=TakesAnyAnswer), "goes on after step"),
-        (Build(coordinator=AwaitsEveryAnswer), "waits after step"),
-        (Build(coordinator=TakesItBack), "goes on after step"),
-        (Build(coordinator=ProposesTooSoon), "act"),
         (Build(part=WaitsForNobody), "act apart"),
-        (Build(part=ActsOnProposals), "act"),
         (Build(part=ForgetsRounds), "act"),
     ],
 )
