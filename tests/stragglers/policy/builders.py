@@ -188,11 +188,6 @@ def but(usual: float | Times, **others: float | None) -> list[float | None]:
 NODES = {"a": range(4), "b": range(4, 8)}
 
 
-def window(rank: int, end: int, each: float = 1.0, sections: Iterable[str] = ("step",)) -> RankWindow:
-    """Return a window of a rank with four entries of each section."""
-    return RankWindow(rank, end, tuple(times(one, each) for one in sections))
-
-
 def times(section: str, each: float, kind: Kind = Kind.COMPUTE, waiting: float = 0.0) -> SectionTimes:
     return SectionTimes(section, kind, 4, each, each, each, each * 4 + waiting, waiting)
 
@@ -209,26 +204,42 @@ def watching(
     return watch
 
 
-def shown(
+def fed(
     watch: StragglerWatch,
     ends: Iterable[int],
-    slow: Mapping[int, float],
-    sections: Iterable[str] = ("step",),
+    sections: Callable[[int, int], Iterable[SectionTimes]],
+    ranks: Iterable[int] = range(8),
     generation: int = 1,
 ) -> list[Noticed | RankTimes]:
-    """Show windows of eight ranks, of which some take longer; a window takes a second."""
+    """Show windows of some ranks, a second each: the sections by rank and end of the window."""
     found: list[Noticed | RankTimes] = []
     for end in ends:
-        windows = [window(rank, end, 0.1 * slow.get(rank, 1.0), sections) for rank in range(8)]
+        windows = (RankWindow(rank, end, tuple(sections(rank, end))) for rank in ranks)
         found += watch.take(TimingReport(generation, tuple(windows)), float(end))
     return found
 
 
+def shown(
+    watch: StragglerWatch,
+    ends: Iterable[int],
+    slow: Mapping[int, float],
+    names: Sequence[str] = ("step",),
+    generation: int = 1,
+) -> list[Noticed | RankTimes]:
+    """Show windows in which some of eight ranks take longer."""
+    return fed(
+        watch,
+        ends,
+        lambda rank, _: [times(name, 0.1 * slow.get(rank, 1.0)) for name in names],
+        generation=generation,
+    )
+
+
 def slowed(
-    watch: StragglerWatch, slow: Mapping[int, float], sections: Iterable[str] = ("step",)
+    watch: StragglerWatch, slow: Mapping[int, float], names: Sequence[str] = ("step",)
 ) -> list[Noticed | RankTimes]:
     """Show 20 windows of health and 39 in which some ranks are slow."""
-    return shown(watch, range(1, 21), {}, sections) + shown(watch, range(21, 60), slow, sections)
+    return shown(watch, range(1, 21), {}, names) + shown(watch, range(21, 60), slow, names)
 
 
 def verdicts(found: Iterable[Noticed | RankTimes]) -> list[Verdict]:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from outlast.stragglers.policy.gathering import MOST_WAITING, RankWindow, TimingReport
+from outlast.stragglers.policy.gathering import MOST_WAITING, RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
-from outlast.stragglers.policy.rows import BENCHMARK, LAST_MICRO_STEP, MICRO_STEP, Kind, Row, State
-from outlast.stragglers.policy.watch import Excess, RankTimes, StragglerWatch, busy_times, places_of
-from tests.stragglers.policy.builders import (
-    NODES,
-    shown,
-    slowed,
-    times,
-    verdicts,
-    watching,
-    window,
-    words,
-)
+from outlast.stragglers.policy.rows import BENCHMARK, LAST_MICRO_STEP, MICRO_STEP, Kind, Row, State, Verdict
+from outlast.stragglers.policy.watch import Excess, Noticed, RankTimes, StragglerWatch, busy_times, places_of
+from tests.stragglers.policy.builders import NODES, fed, shown, slowed, times, verdicts, watching, words
 
 MICRO = (MICRO_STEP, LAST_MICRO_STEP)
+
+
+def window(rank: int, end: int, each: float = 1.0) -> RankWindow:
+    return RankWindow(rank, end, (times("step", each),))
 
 
 def row(
@@ -202,17 +196,14 @@ def test_old_windows_of_a_part_of_the_ranks_are_not_judged_again() -> None:
 def test_a_rank_without_times_is_not_acted_upon() -> None:
     watch = watching("stop")
     slowed(watch, {5: 2.0})
-    for end in range(60, 60 + 4 * MOST_WAITING):
-        some = tuple(window(rank, end, 0.1) for rank in range(8) if rank != 5)
-        watch.take(TimingReport(1, some), float(end))
+    fed(watch, range(60, 60 + 4 * MOST_WAITING), lambda *_: [times("step", 0.1)], (0, 1, 2, 3, 4, 6, 7))
     assert watch.wanted(0.0) is None
 
 
 def test_a_slow_rank_whose_times_are_missing_asks_for_nothing_until_they_are_known_again() -> None:
     watch, slow = watching("stop"), {1: 2.0, 5: 3.0}
     slowed(watch, slow)
-    silent = [window(rank, 60, 0.2 if rank == 1 else 0.1, ("step",) * (rank != 5)) for rank in range(8)]
-    told = watch.take(TimingReport(1, tuple(silent)), 60.0)
+    told = fed(watch, [60], lambda rank, _: [times("step", 0.2 if rank == 1 else 0.1)] * (rank != 5))
     assert [one.state for one in verdicts(told)] == [State.UNKNOWN]
     nodes = [watch.wanted(0.0)]
     shown(watch, [61], slow)
@@ -220,23 +211,24 @@ def test_a_slow_rank_whose_times_are_missing_asks_for_nothing_until_they_are_kno
     assert [one and one.node for one in nodes] == ["a", "b"]
 
 
-def both(end: int, forward: float, backward: float | None) -> TimingReport:
-    """Return a window in which rank 5 takes so long in two sections; None: it does not enter one."""
-    windows = []
-    for rank in range(8):
-        slow = rank == 5
-        own = (times("forward", forward if slow else 0.1),)
-        if not slow or backward is not None:
-            own += (times("backward", backward if slow and backward else 0.1),)
-        windows.append(RankWindow(rank, end, own))
-    return TimingReport(1, tuple(windows))
+def both(
+    watch: StragglerWatch, end: int, forward: float, backward: float | None
+) -> list[Noticed | RankTimes]:
+    """Show a window in which rank 5 takes so long in two sections; None: it does not enter one."""
+
+    def sections(rank: int, _: int) -> list[SectionTimes]:
+        if rank != 5:
+            return [times("forward", 0.1), times("backward", 0.1)]
+        return [times("forward", forward)] + [times("backward", backward or 0.0)] * (backward is not None)
+
+    return fed(watch, [end], sections)
 
 
 def test_a_rank_that_is_fast_again_in_one_section_is_still_slow_in_the_other() -> None:
     watch, wanted = watching("stop"), []
     slowed(watch, {5: 2.0}, ("forward", "backward"))
     for end in range(60, 90):
-        watch.take(both(end, 0.1, 0.2 if end < 75 else 0.1), float(end))
+        both(watch, end, 0.1, 0.2 if end < 75 else 0.1)
         wanted.append(watch.wanted(0.0))
     assert wanted[14] is not None
     assert "'backward'" in wanted[14].reason
@@ -246,25 +238,24 @@ def test_a_rank_that_is_fast_again_in_one_section_is_still_slow_in_the_other() -
 def test_a_rank_whose_times_of_one_section_are_missing_is_still_slow_in_the_other() -> None:
     watch = watching("stop")
     slowed(watch, {5: 2.0}, ("backward", "forward"))
-    told = watch.take(both(60, 0.2, None), 60.0)
+    told = both(watch, 60, 0.2, None)
     assert [(one.section, one.state) for one in verdicts(told)] == [("backward", State.UNKNOWN)]
     wanted = watch.wanted(0.0)
     assert wanted is not None
     assert "'forward'" in wanted.reason
 
 
-def late(watch: StragglerWatch, kind: Kind, loads: range = range(0)) -> list[Any]:
+def late(watch: StragglerWatch, kind: Kind, loads: range = range(0)) -> list[Verdict]:
     """Show windows in which rank 5 does something else, and its peers wait for it; some ranks always load."""
-    told = []
-    for end in range(1, 60):
-        windows = []
-        for rank in range(8):
-            slow = rank == 5 and end > 20
-            step = times("step", 0.1, waiting=0.0 if slow or rank in loads or end < 21 else 0.2)
-            own = times("load", 0.05, DATA) if rank in loads else times(f"own {kind.value}", 0.05, kind)
-            windows.append(RankWindow(rank, end, (step, own) if slow or rank in loads else (step,)))
-        told += watch.take(TimingReport(1, tuple(windows)), float(end))
-    return [one for one in verdicts(told) if one.state is State.ON and not one.section]
+
+    def sections(rank: int, end: int) -> list[SectionTimes]:
+        slow = rank == 5 and end > 20
+        step = times("step", 0.1, waiting=0.0 if slow or rank in loads or end < 21 else 0.2)
+        own = times("load", 0.05, DATA) if rank in loads else times(f"own {kind.value}", 0.05, kind)
+        return [step, own] if slow or rank in loads else [step]
+
+    told = verdicts(fed(watch, range(1, 60), sections))
+    return [one for one in told if one.state is State.ON and not one.section]
 
 
 @pytest.mark.parametrize("kind", [DATA, Kind.COMMUNICATION, OTHER])
@@ -328,13 +319,13 @@ def test_a_slow_rank_without_another_sign_asks_for_the_product_and_is_replaced_b
 
 def test_the_product_is_no_part_of_a_step() -> None:
     watch = watching("stop")
-    for end in range(1, 60):
-        windows = (
-            RankWindow(rank, end, (times("step", 0.1), times(BENCHMARK, 0.9 if rank == 5 else 0.1)))
-            for rank in range(8)
-        )
-        for one in watch.take(TimingReport(1, tuple(windows)), float(end)):
-            assert one == RankTimes(4 * end, pytest.approx(0.1), dict.fromkeys(range(8), 1.0))
+    for one in fed(
+        watch,
+        range(1, 60),
+        lambda rank, _: [times("step", 0.1), times(BENCHMARK, 0.9 if rank == 5 else 0.1)],
+    ):
+        assert isinstance(one, RankTimes)
+        assert (one.typical, one.ratios) == (pytest.approx(0.1), dict.fromkeys(range(8), 1.0))
     assert watch.wanted(0.0) is None
 
 
@@ -344,29 +335,27 @@ def test_the_product_is_no_part_of_a_step() -> None:
 def test_shares_follow_the_four_ranks_that_cost_most() -> None:
     watch = watching("rebalance", nodes={"a": range(16)})
     slow = {1: 2.0, 3: 4.0, 5: 2.5, 7: 4.0, 9: 5000.0}
-    for end in range(1, 60):
-        each = {rank: 0.1 * (slow.get(rank, 1.0) if end > 20 else 1.0) for rank in range(16)}
-        windows = []
-        for rank, seconds in each.items():
-            last = times("sync", 0.025, Kind.COMMUNICATION, 8 * (max(each.values()) - seconds))
-            windows.append(
-                replace(
-                    window(rank, end, seconds, MICRO),
-                    sections=(*window(rank, end, seconds, MICRO).sections, last),
-                )
-            )
-        watch.take(TimingReport(1, tuple(windows)), 10.0 * end)
+
+    def sections(rank: int, end: int) -> list[SectionTimes]:
+        each = 0.1 * (slow.get(rank, 1.0) if end > 20 else 1.0)
+        waiting = 8 * (0.1 * max(slow.values()) - each) if end > 20 else 0.0
+        last = times("sync", 0.025, Kind.COMMUNICATION, waiting)
+        return [*(times(name, each) for name in MICRO), last]
+
+    fed(watch, range(1, 60), sections, range(16))
     assert dict(watch.slow) == {3: 250, 5: 400, 7: 250, 9: 1}
 
 
 def test_shares_follow_micro_batches_alone() -> None:
     watch = watching("rebalance")
-    for end in range(1, 60):
-        windows = []
-        for rank in range(8):
-            forward = times("forward", 0.2 if rank == 5 and end > 20 else 0.1)
-            windows.append(RankWindow(rank, end, (*window(rank, end, 0.1, MICRO).sections, forward)))
-        watch.take(TimingReport(1, tuple(windows)), float(end))
+    fed(
+        watch,
+        range(1, 60),
+        lambda rank, end: [
+            *(times(name, 0.1) for name in MICRO),
+            times("forward", 0.2 if rank == 5 and end > 20 else 0.1),
+        ],
+    )
     assert dict(watch.slow) == {}
 
 
