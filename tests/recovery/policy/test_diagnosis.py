@@ -38,6 +38,8 @@ CASES = (
     (killed(0), BARE, "anything but the checkpoint", [3, 0], False),
     (fault(), SPARE, "anything, on other nodes as well", [3, 7], False),
     (fault(step=-1), OLD, "the start-up", [3], False),
+    (killed(-1), BARE, "the start-up", [3], False),
+    (fault(text="SaveFailed: no room", step=-1, exit_code=74), BARE, "the storage", [], False),
     (fault("lost"), BARE, "no other node", [3, 7], False),
     (fault(text="MemoryError: "), BARE, "memory of the host", [], False),
     (killed(7, evidence=(OOM_KILL,)), ALL, "memory of the host", [], False),
@@ -50,7 +52,8 @@ def test_each_cause_of_an_end_has_a_diagnosis_of_its_own() -> None:
     words: dict[str, set[str]] = {}
     for one, means, diagnosis, named, clears in CASES:
         end = until_the_end(means, one)[-1]
-        assert (end.exit_code, numbers(end.reason), end.clear_suspicion) == (93, named, clears), diagnosis
+        code = one.exit_code or 93
+        assert (end.exit_code, numbers(end.reason), end.clear_suspicion) == (code, named, clears), diagnosis
         words.setdefault(diagnosis, set()).add(re.sub(r"\d+", "#", end.reason))
     assert {diagnosis for diagnosis, found in words.items() if len(found) > 1} == set()
     assert len(set.union(*words.values())) == len(words)

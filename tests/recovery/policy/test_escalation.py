@@ -91,14 +91,14 @@ def test_every_kind_of_fault_has_a_course_and_a_restart_in_process_is_followed_b
 def test_the_answers_count_repeats_and_list_what_they_skipped() -> None:
     escalation = Escalation(budgets())
     found = [escalation.answer(fault(), NO_MEANS, 0.0) for _ in range(2)]
-    assert [one.repeats for one in found] == [0, 1]
+    assert [(one.repeats, one.exit_code) for one in found] == [(0, 0), (1, 93)]
     assert [skipped(one) for one in found] == [["restart-in-process"], ["older", "replace-node"]]
     assert skipped(escalation.answer(fault("lost"), NO_MEANS, 0.0)) == ["replace-node", "shrink"]
     elsewhere = fault("lost", "n2", node="n2")
     assert skipped(escalation.answer(elsewhere, replace(NO_MEANS, fewer=True), 0.0)) == ["replace-node"]
-    for means, second in ((ALL, []), (BARE, ["older"])):
+    for one, means, lists in ((fault(), BARE, [[], ["older"]]), (KILLED, ALL, [[], [], []])):
         escalation = Escalation(budgets())
-        assert [skipped(escalation.answer(fault(), means, 0.0)) for _ in range(2)] == [[], second]
+        assert [skipped(escalation.answer(one, means, 0.0)) for _ in lists] == lists, "no chance is listed"
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,7 @@ def test_max_restarts_is_refilled_by_a_newer_step_than_ever_only() -> None:
     assert not escalation.committed(-1)
     assert escalation.committed(10)
     assert [short(escalation.answer(killed(step), OLD, 0.0)) for step in (11, 12)] == ["in-job"] * 2
-    assert not escalation.committed(10)
-    assert not escalation.committed(9)
+    assert [escalation.committed(step) for step in (10, 9)] == [False, False]
     spent = escalation.answer(killed(13), OLD, 0.0)
     assert (short(spent), numbers(spent.reason)) == ("stop 1", [2, 2, 9, 11, 9, 12, 9, 13])
     assert "--max-restarts" in spent.reason
@@ -358,6 +357,7 @@ def test_a_launch_that_begins_without_a_restart_says_which_budget_is_used_and_wh
     assert all(one in told for one in ("--max-restarts", "--run-dir", "E: x"))
     escalation.committed(1)
     escalation.answer(killed(7), BARE, 1.0)
+    escalation.committed(8)
     told = escalation.shortage(2.0)
     assert numbers(told) == [3, 3, 24, 9, 7]
     assert "--ft-max-restarts-per-day" in told
@@ -365,7 +365,7 @@ def test_a_launch_that_begins_without_a_restart_says_which_budget_is_used_and_wh
     assert escalation.shortage(DAY) == escalation.shortage(DAY + 2.0) == ""
     for step in (8, 9):
         escalation.answer(killed(step), BARE, 2 * DAY)
-    assert numbers(escalation.shortage(2 * DAY)) == [2, 2, 9, 7, 9, 8, 1, 10]
+    assert numbers(escalation.shortage(2 * DAY)) == [2, 2, 9, 8, 9, 9, 8, 10]
     forgetful = handed_over(escalation, 5, 1, history={"faults": [], "recent": 0})
     assert numbers(forgetful.shortage(2 * DAY)) == [1, 1, 24], "the faults are not remembered"
 

@@ -112,13 +112,6 @@ def test_a_job_ends_well_when_every_rank_of_one_generation_has() -> None:
     assert decider.state_now is ENDED
 
 
-def test_a_commit_refills_the_budget() -> None:
-    decider = job(fast=1)
-    assert short(hit(decider, 1)) == "in-job"
-    committed(decider, 5)
-    assert [short(hit(decider, step)) for step in (6, 7)] == ["in-job", "stop 1"]
-
-
 # In the process, or with new workers
 
 
@@ -233,7 +226,7 @@ def test_a_checkpoint_or_a_start_from_a_later_step_than_ever_refills_the_budget(
     assert short(hit(decider, 99)) == "stop 1"
 
 
-@pytest.mark.parametrize("before", [-1, 20])
+@pytest.mark.parametrize("before", [-1, 0, 20])
 @pytest.mark.parametrize(
     ("event", "trained", "refills"),
     [
@@ -281,7 +274,9 @@ def test_a_start_up_that_fails_again_is_known_for_a_script_that_told_steps_befor
     decider = job()
     decider.handle(known, 0.0)
     assert short(counted(decider, step)) == "in-job"
-    assert short(counted(heir(decider, fast=1 if step < 0 and end != "in-job" else 2), step)) == end
+    found = counted(heir(decider, fast=2 if end == "in-job" else 1), step)
+    assert short(found) == end
+    assert (10 in numbers(found.reason)) == (end == "in-job"), "minutes, where steps are not known"
 
 
 # Being stopped
@@ -314,6 +309,13 @@ def test_a_signal_ends_the_job_and_the_reason_names_the_step_it_would_go_on_from
     assert (short(end), end.generation) == (f"stop {128 + signum}", 1)
     assert named in end.reason
     assert numbers(end.reason) == [signum, max(goes_on, 0)]
+
+
+def test_a_checkpoint_at_step_0_is_told_from_none() -> None:
+    ours, own, none = committed(job(), 0), job(), job()
+    own.handle(OwnCheckpoint(0), 0.0)
+    reasons = {only(one.handle(StopRequested(15), 0.0)).reason for one in (ours, own, none)}
+    assert len(reasons) == 3
 
 
 @pytest.mark.parametrize("before", [(), (30,)])
