@@ -6,8 +6,9 @@ preempted.py TRACE RUN_DIR STEPS [early] [loader] [memory] [hang|save|stop|lose@
 early: heed signals before torch is imported, which is when TRACE/go is there. loader: read the data with two
 worker processes. memory: save every step in memory. hang: sleep in that step, after the collectives.
 lose: fail in that step as where a worker of a DataLoader was killed: this rank's own notice comes later, and
-every child's end raises. slow: so long takes a save once TRACE/slow is there. pace: so long takes a step
-until TRACE/hurry is there. drag: so long takes a step once TRACE/drag-RANK is there.
+every child's end raises. slow: so long takes a save once TRACE/slow is there; TRACE/saving-RANK shows that it
+has begun. pace: so long takes a step until TRACE/hurry is there. drag: so long takes a step once
+TRACE/drag-RANK is there.
 config, checkpoints: options.
 """
 
@@ -152,6 +153,7 @@ class Ballast:
 
     def state_dict(self) -> dict[str, object]:
         if (trace / "slow").exists():
+            (trace / f"saving-{rank}").touch()
             time.sleep(float(named["slow"]))
         return {"value": self.value}
 
