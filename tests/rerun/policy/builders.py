@@ -73,10 +73,11 @@ def short(order: Order) -> str:
     """Return remedy, exit code, pairs, verdict, device and copy of an order; "-": there is nothing to do."""
     if order == Order():
         return "-"
-    remedy = order.remedy.name.lower() + (f"-{order.exit_code}" if order.exit_code else "")
+    remedy = order.remedy.name.lower() + (f"-{order.exit_code}" if order.exit_code != 0 else "")
     verdict = order.verdict.name.lower() if order.verdict else ""
     pairs = " ".join(f"{one}/{other}" for one, other in order.pairs)
-    return " ".join(filter(None, (remedy, pairs, verdict, order.device, order.place)))
+    place = f"of {order.place}" if order.place else ""
+    return " ".join(filter(None, (remedy, pairs, verdict, order.device, place)))
 
 
 def heard(event: Event, at: float = 3.0) -> Turn:

@@ -158,6 +158,7 @@ TRANSIENT = "rerun, confirm, continue transient"
             [*FIRST, later(HOUR - 1)[0]],
             f"{TRANSIENT} GPU-b, stop-93 inconclusive",
         ),
+        ({"max_incidents_per_hour": 1}, [*FIRST, later(0)[0]], f"{TRANSIENT} GPU-b, stop-93 inconclusive"),
         # max_transients_per_day, of each device
         ({"max_transients_per_day": 2}, [*FIRST, *later(DAY)], f"{TRANSIENT} GPU-b, {TRANSIENT} GPU-b"),
         (
@@ -175,7 +176,7 @@ TRANSIENT = "rerun, confirm, continue transient"
             "rerun, stop-93 inconclusive",
         ),
         # suspect_steps
-        ({"loaded": NEAR}, [found(1, step=10, means=COPY), reran(1)], "rerun, load_older-1 local/p"),
+        ({"loaded": NEAR}, [found(1, step=10, means=COPY), reran(1)], "rerun, load_older-1 of local/p"),
         ({"loaded": NEAR}, [found(1, step=11, means=COPY), reran(1)], "rerun, stop-93 inconclusive"),
         # max_attempts
         (
@@ -191,7 +192,7 @@ TRANSIENT = "rerun, confirm, continue transient"
         (
             {"loaded": NEAR, "max_attempts": 1, "rejected_action": "roll_back"},  # which counts as a restart
             [found(1, means=COPY), reran(1), restarted(loaded=OTHER), found(1)],
-            "rerun, load_older-1 local/p, -, stop-93 inconclusive",
+            "rerun, load_older-1 of local/p, -, stop-93 inconclusive",
         ),
         # without validation
         ({"rerun_mode": "disabled"}, [found(1)], "stop-93 inconclusive"),
@@ -212,7 +213,7 @@ def test_restarts_for_an_incident_are_counted(most: int) -> None:
             found(1, means=COPY), reran(1), restarted("GPU-a", "GPU-b", f"GPU-{turn}", loaded=NEAR)
         )
         assert first == "rerun"
-        assert last == ("load_older-1 local/p" if turn < most else "stop-93 inconclusive")
+        assert last == ("load_older-1 of local/p" if turn < most else "stop-93 inconclusive")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_a_launcher_that_knows_megatron_is_told_by_its_exit_codes(
 ) -> None:
     case = Case(NEAR, megatron_exit_codes=megatron)
     one, other, _, end = case.play(found(1, means=COPY), reran(1), restarted(loaded=OTHER), found(1))
-    assert (one, other, end) == ("rerun", f"load_older{codes[1]} local/p", f"stop{codes[2]} inconclusive")
+    assert (one, other, end) == ("rerun", f"load_older{codes[1]} of local/p", f"stop{codes[2]} inconclusive")
 
 
 # What is kept

@@ -199,6 +199,7 @@ print(loss)
 """
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_started_again_and_raises_after_its_loop_blames_no_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_finished_run_that_is_started_again_and_raises_after_its_loop_blames_n
     assert {one["trust"] for one in run.records("trust_changed")} <= {"proven"}
 
 
+@pytest.mark.long
 def test_a_job_that_is_done_refills_the_restarts_and_a_launch_without_any_says_so(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     script = f"import os\nif os.path.exists({str(bad)!r}):\n    raise RuntimeError('boom')\n"
