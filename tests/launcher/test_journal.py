@@ -34,7 +34,6 @@ def journal(root: Path) -> Journal:
 def test_the_last_step_has_its_own_time_and_is_behind_the_first_one(
     tmp_path: Path, step: int, ago: float
 ) -> None:
-    """A time that no step has (0, or later than now) may be in the page of a rank."""
     written, begun, path = journal(tmp_path), time.monotonic(), tmp_path / "events.jsonl"
     written.last_step(step, StepSource.COUNTED, 0.0 if ago == math.inf else begun - ago)
     found = read(path).records if path.exists() else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import shutil
 import signal
@@ -58,15 +57,6 @@ def exchanged(url: str, request: bytes) -> bytes:
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-def test_the_metrics_are_read_once_for_all_that_ask_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FRESH", math.inf)
-    calls = []
-    with served(lambda: calls.append(1) or "told\n") as url:  # type: ignore[func-returns-value]
-        assert [got(url) for _ in range(3)] == [(200, "told\n")] * 3
-        assert got(f"{url}?name=x") == (200, "told\n")
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
@@ -94,12 +84,6 @@ def test_clients_that_say_nothing_do_not_keep_others_out(monkeypatch: pytest.Mon
             client = silent.enter_context(socket.create_connection(("127.0.0.1", port), WITHIN))
             client.sendall(b"GET " * (at % 2))
         assert got(url) == (200, "told\n")
-
-
-def test_metrics_larger_than_a_socket_takes_arrive_whole() -> None:
-    text = "".join(f"outlast_test{{at={at}}}\n" for at in range(200_000))
-    with served(lambda: text) as url:
-        assert got(url) == (200, text)
 
 
 def test_what_goes_wrong_is_told_and_later_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:

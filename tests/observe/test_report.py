@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -169,12 +167,7 @@ def test_json_has_no_word_for_infinity_and_needs_none() -> None:
     assert found["timeouts"] == {"step": "inf"}
 
 
-def test_a_terminal_that_knows_ascii_only_gets_ascii() -> None:
-    assert "####" in rendered(read(LOG).records, encoding="ascii")
-
-
 def test_what_a_terminal_would_obey_is_shown_and_not_obeyed() -> None:
-    """A reason may be the text of any exception, and brackets are no markup."""
     reason = "[bold]boom[/nothing] \x1b[2J\x07 \ud800 tab\tend"
     fault = FaultSeen(2.0, 2.0, 1, "error\x1b[0m", "n01", 0, 1, 1.5, reason, "x", {"[red]log": "a\r\nb"})
     action = read(LOG).records[11]
@@ -200,31 +193,3 @@ def test_a_folder_without_a_log_is_an_error_that_names_the_file(tmp_path: Path, 
         report.report(tmp_path, as_json=False)
     assert str(path) in str(raised.value)
     assert raised.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (None, "-"),
-        (0.0, "0 ms"),
-        (0.0814, "81 ms"),
-        (0.9996, "1.00 s"),
-        (59.99, "59.99 s"),
-        (59.996, "1 min 00 s"),
-        (3599.6, "1 h 00 min"),
-        (7500.0, "2 h 05 min"),
-        (float("inf"), "off"),
-    ],
-)
-def test_durations_are_for_people(seconds: float | None, shown: str) -> None:
-    assert report.duration(seconds) == shown
-
-
-def test_tables_are_loaded_only_when_they_are_printed(run_dir: Path) -> None:
-    script = (
-        "import sys; from outlast.observe import report; from pathlib import Path;"
-        "report.report(Path(sys.argv[1]), True); print('rich' in sys.modules, file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", script, str(run_dir)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stderr.split() == ["False"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ def opened(path: Path) -> RunFolder:
     folder = RunFolder(path)
     folder.claim()
     return folder
-
-
-def test_a_new_run_folder_says_which_version_wrote_it(tmp_path: Path) -> None:
-    opened(tmp_path)
-    assert json.loads((tmp_path / "run.json").read_text())["outlast"] == outlast.__version__
 
 
 def test_a_folder_of_another_format_is_refused_by_the_version_that_wrote_it(tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ def test_a_rank_that_is_still_slow_is_told_so_and_one_of_a_new_generation_apart(
     assert re.search("step 5 .*compute", found)
 
 
-def test_ranks_that_could_not_be_judged_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(tmp_path, capsys, seen(20, "unknown", section=""), times(20, 1.0))
-    assert "ranks 2" in found
-
-
 def test_a_large_run_fits_on_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(tmp_path, capsys, *(times(step, 2.0, ranks=200) for step in range(0, 3000, 10)))
     assert len([line for line in found.splitlines() if line.startswith("  rank ")]) == 32

@@ -100,7 +100,6 @@ def test_an_editable_install_is_the_users_code(tmp_path: Path) -> None:
 
 
 def test_a_source_tree_on_the_search_path_is_the_users_code(tmp_path: Path) -> None:
-    """An editable install, or a build, has left metadata there."""
     tree = module(package(tmp_path / "src", "in_tree"), "in_tree", "egg-info")
     assert installed(tmp_path, "in_tree", before=(tree,)) == []
 

@@ -68,24 +68,20 @@ class TestReading:
         assert VALUES.keys() | {"uuid", "model"} == FIELDS
         assert isinstance(found.remap_pending, bool)
 
-    @pytest.mark.parametrize("name", sorted(VALUES))
     def test_a_field_that_is_not_supported_is_none_and_the_others_are_read(
-        self, tmp_path: Path, driver: StandIn, name: str
+        self, node: Node, driver: StandIn
     ) -> None:
-        driver.put(0, **{**VALUES, name: "na"})
-        one = Node(tmp_path)
-        try:
-            found = one.device(0)
-        finally:
-            one.collector.close()
-        lost = {spec for spec in VALUES if getattr(found, spec) is None}
-        together = {
-            "memory_used": {"memory_used", "memory_total"},
-            "memory_total": {"memory_used", "memory_total"},
-            "temperature_margin": set(),  # from the temperature at which the clocks are lowered
-        }
-        rows = {spec for spec in VALUES if spec.startswith("remap")}
-        assert lost == (rows if name in rows else together.get(name, {name}))
+        rows = {name for name in VALUES if name.startswith("remap")}
+        memory = {"memory_used", "memory_total"}
+        together: dict[str, set[str]] = {**dict.fromkeys(rows, rows), **dict.fromkeys(memory, memory)}
+        together["temperature_margin"] = set()  # from the temperature at which the clocks are lowered
+        for index, name in enumerate(VALUES):
+            driver.put(index, **{**VALUES, name: "na"})
+        driver.put(-1, count=len(VALUES))
+        for index, name in enumerate(VALUES):
+            found = node.device(index) if index > 1 else node.fresh(index)
+            lost = {spec for spec in VALUES if getattr(found, spec) is None}
+            assert lost == together.get(name, {name})
 
     def test_an_old_driver_lacks_functions_and_says_what_it_can(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,11 +88,6 @@ def test_a_good_node_is_fit_and_nothing_stays_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_folder_that_does_not_exist_yet_is_not_made(tmp_path: Path) -> None:
-    assert quick(tmp_path / "a" / "b") == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_containers_shared_memory_is_too_small(may_mount: None, tmp_path: Path) -> None:
     small = mounted("mount -t tmpfs -o size=64m none /dev/shm")
     code, why = answer([*small, *command("--run-dir", tmp_path, *QUICK)])
@@ -100,45 +95,27 @@ def test_a_containers_shared_memory_is_too_small(may_mount: None, tmp_path: Path
     assert re.match("shm: /dev/shm.*64 MiB.*1 GiB", why)
 
 
-def test_a_smaller_limit_takes_it(may_mount: None, tmp_path: Path) -> None:
-    small = mounted("mount -t tmpfs -o size=64m none /dev/shm")
-    limits = ("--limit", "shm_size=64MiB", "--limit", "shm_free=32MiB")
-    assert answer([*small, *command("--run-dir", tmp_path, *QUICK, *limits)]) == (ExitCode.OK, "")
-
-
 @pytest.mark.parametrize(
-    ("mount", "reason"),
+    ("option", "mount", "reason"),
     [
-        (
-            "mount -t tmpfs -o size=1m none {0}; cat /dev/zero > {0}/full 2>&- || true",
-            "No space left on device",
-        ),
-        ("mount -t tmpfs -o ro none {0}", "read-only"),
-        (
-            "mount -t tmpfs -o size=2g,nr_inodes=1 none {0}",
-            "No space left on device",
-        ),
-        ("mount -t tmpfs -o size=2g,nr_inodes=9 none {0}", " 8 "),
-        ("mount -t tmpfs -o size=2m none {0}", "2 MiB"),
+        ("--run-dir", "size=1m none {0}; cat /dev/zero > {0}/full 2>&- || true", "No space left on device"),
+        ("--checkpoint-dir", "ro none {0}", "read-only"),
+        ("--run-dir", "size=2g,nr_inodes=1 none {0}", "No space left on device"),
+        ("--checkpoint-dir", "size=2g,nr_inodes=9 none {0}", " 8 "),
+        ("--run-dir", "size=2m none {0}", "2 MiB"),
     ],
 )
-def test_a_file_system_that_is_of_no_use(may_mount: None, tmp_path: Path, mount: str, reason: str) -> None:
-    for option in ("--run-dir", "--checkpoint-dir"):
-        folder = tmp_path / option.strip("-")
-        folder.mkdir()
-        other = ("--run-dir", tmp_path) if option == "--checkpoint-dir" else ()
-        code, why = answer([*mounted(mount.format(folder)), *command(option, folder, *other, *QUICK)])
-        assert code == ExitCode.NODE_UNFIT
-        assert why.startswith("disk: ")
-        assert reason in why
-        assert str(folder) in why
-
-
-def test_a_shared_memory_that_cannot_be_written(may_mount: None, tmp_path: Path) -> None:
-    small = mounted("mount -t tmpfs -o ro,size=2g none /dev/shm")
-    code, why = answer([*small, *command("--run-dir", tmp_path, *QUICK)])
+def test_a_file_system_that_is_of_no_use(
+    may_mount: None, tmp_path: Path, option: str, mount: str, reason: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    other = ("--run-dir", tmp_path) if option == "--checkpoint-dir" else ()
+    shell = mounted(f"mount -t tmpfs -o {mount.format(folder)}")
+    code, why = answer([*shell, *command(option, folder, *other, *QUICK)])
     assert code == ExitCode.NODE_UNFIT
-    assert re.match("shm: /dev/shm.*Read-only", why)
+    assert why.startswith("disk: ")
+    assert all(word in why for word in (reason, str(folder)))
 
 
 def test_a_check_that_does_not_answer_costs_nothing_but_itself() -> None:

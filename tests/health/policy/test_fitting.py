@@ -134,7 +134,6 @@ def test_outages_that_touch_or_overlap_are_one_and_a_short_one_within_a_long_one
 
 
 def test_a_year_with_one_fault_by_hand() -> None:
-    """A node of two fails for a day; with a weak prior a factor is faults over what the base expects."""
     outage = Outage("a", 100 * DAY, 101 * DAY, "GPU")
     found = fit(Observed([outage], 0.0, YEAR, 2), prior=1e-9)
     hours = 2 * 365 * 24 - 24
@@ -148,7 +147,6 @@ def test_a_year_with_one_fault_by_hand() -> None:
 
 
 def test_only_what_was_observed_counts() -> None:
-    """Ten days: a fault at their begin counts, those before it and at their end do not."""
     begin, end = 10 * DAY, 20 * DAY
     outages = [
         Outage("first", begin, begin + DAY, "GPU"),
@@ -166,7 +164,6 @@ def test_a_class_of_faults_that_the_logs_did_not_have_counts_as_all_others_toget
 
 
 def test_the_chance_of_a_sign_by_hand() -> None:
-    """Three nodes fail within three hours of "hot", whose half-life is one; three do not, or too late."""
     begin, seen, end = 10 * DAY, 11 * DAY, 20 * DAY
     outages = [
         Outage("soon", seen + 2 * HOUR, seen + DAY, "GPU"),

@@ -57,7 +57,6 @@ from tests.health.policy.builders import (
     ],
 )
 def test_an_incident(scenario: str, told: list[tuple[int, str, str]], hard: bool, probability: float) -> None:
-    """Alerts by second, device and sign, and the risk of the node ten seconds after the last one."""
     parsed, judge, before, said = simulation.parse(scenario), health(), -1.0, list[tuple[int, str, str]]()
     found: list[Risk | Alert] = []
     last = told[-1][0] if told else 1200
@@ -110,8 +109,6 @@ def test_collectors_that_hang_one_after_another_add_up() -> None:
 
 @pytest.mark.parametrize(("after", "counts"), [(30.0, 40), (31.0, 41), (1e6, 41), (-9.0, 10)])
 def test_two_silences_add_up_by_30_s_at_most_and_not_backwards(after: float, counts: int) -> None:
-    """How much they count is compared with one silence of that length."""
-
     def risk(*silences: tuple[float, float]) -> float:
         judge = health()
         return [node_risk(seen(judge, Silence(START + at, "n1", s, "NVML"))) for at, s in silences][

@@ -74,6 +74,9 @@ BEYOND: tuple[tuple[Findings, str], ...] = (
     (disk("run folder /runs", GIB, 1000, LIMITS, "No space left on device"), "No space left"),
     (memory(8 * GIB // 2 - 1, -1, 8, LIMITS), "4 GiB"),
     (memory(8 * GIB // 2, 8 * GIB // 2 - 1, 8, LIMITS), "4 GiB"),
+    (disk("run folder /runs", GIB, 0, LIMITS), " 0 .*1000"),
+    (memory(0, -1, 1, LIMITS), "0 bytes.*512 MiB"),
+    (memory(GIB, 0, 2, LIMITS), "0 bytes.*1 GiB"),
     (memory(-1, -1, 1, LIMITS), "meminfo"),
     (memory(-1, -1, 1, replace(LIMITS, memory_per_rank=0)), "meminfo"),
     (shared_memory("/dev/shm", 64 * MIB, 64 * MIB, LIMITS), "/dev/shm.*64 MiB.*1 GiB"),
@@ -93,6 +96,7 @@ BEYOND: tuple[tuple[Findings, str], ...] = (
     (devices(1, 2), "1.*2"),
     (devices(7, 7, 8), "7.*8.*--gpus"),
     (devices(8, 4, 4), "8.*4.*--gpus"),
+    (devices(1, 1, 0), "1.*0.*--gpus"),
     (devices(0, 0, error="no NVIDIA GPU is visible"), "no NVIDIA GPU"),
     (torch("", 1.0, "the import died of SIGSEGV"), "SIGSEGV"),
     (compute("cuda:3 (H100)", (100, 100, GIB), ("float32 is wrong",), LIMITS), "cuda:3 .*float32 is wrong"),
@@ -111,7 +115,6 @@ def test_a_node_at_its_limits_joins(findings: Findings) -> None:
 
 @pytest.mark.parametrize(("findings", "reason"), BEYOND, ids=[reason for _, reason in BEYOND])
 def test_a_node_beyond_a_limit_does_not_join(findings: Findings, reason: str) -> None:
-    """The reason names what was found, and what was expected."""
     assert re.search(reason, unfit(findings))
 
 
@@ -147,6 +150,11 @@ def test_a_failed_check_is_an_error_unless_it_is_a_warning() -> None:
 def with_value(name: str, value: float) -> Preflight:
     changed: dict[str, Any] = {name: value}
     return replace(LIMITS, **changed)
+
+
+def test_a_finding_is_a_json_object() -> None:
+    found = port(1)[0].to_json()
+    assert (found["check"], found["ok"], found["level"]) == ("ports", True, "error")
 
 
 @pytest.mark.parametrize("name", sorted(CHECK_OF_LIMIT))

@@ -134,7 +134,6 @@ def counted(*counts: int) -> list[Mapping[str, object]]:
 
 
 def test_many_errors_a_second_are_a_sign_after_minutes() -> None:
-    """The limit is what a hundred times the usual rate brings in five minutes; here it is twice that rate."""
     found = shown(counted(*range(0, 2000, 20)))
     assert first(found, "corrected_ecc") == 14
     assert first(shown(counted(*range(0, 200, 2))), "corrected_ecc") == -1

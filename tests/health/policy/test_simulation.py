@@ -159,39 +159,6 @@ def test_what_the_host_and_the_kernel_log_show() -> None:
     ]
 
 
-@given(ELAPSED, st.integers(0, 9))
-def test_a_healthy_device_stays_in_its_range(elapsed: float, seed: int) -> None:
-    for one in devices(samples(Scenario(Kind.HEALTHY, seed=seed), "n", elapsed, -1, 0.0)):
-        assert one.temperature is not None
-        assert 52 <= one.temperature <= 58
-        assert one.power is not None
-        assert one.power_limit is not None
-        assert one.power < one.power_limit
-        assert (one.throttle_reasons, one.ecc_corrected, one.ecc_uncorrected, one.error) == (0, 0, 0, "")
-
-
-def test_clocks_and_power_are_lowered_as_soon_as_the_shown_temperature_is_at_its_limit() -> None:
-    ramp = Scenario(Kind.THERMAL_RAMP, after=0, devices=1)
-    shown = [devices(samples(ramp, "n", at, -1, 0.0))[0] for at in range(250, 450)]
-    margins = {one.temperature_margin for one in shown}
-    assert {1, 0, -1, -8} <= margins
-    for one in shown:
-        margin, power = one.temperature_margin or 0, one.power or 0.0
-        expected = (1100.0, 0x40, True) if margin <= 0 else (1980.0, 0, False)
-        assert (one.sm_clock, one.throttle_reasons, 590 * 0.6 < power < 650 * 0.6) == expected
-        assert one.temperature == 87 - margin
-
-
-def test_what_an_ecc_burst_counts() -> None:
-    burst = Scenario(Kind.ECC_BURST, after=10, devices=1)
-    shown = [devices(samples(burst, "n", at, -1, 0.0))[0] for at in (9, 10, 39, 40, 71)]
-    assert [(one.ecc_corrected, one.ecc_uncorrected) for one in shown] == [
-        *((0, 0), (0, 0), (1450, 0), (1500, 1), (3050, 2)),
-    ]
-    assert [one.remapped_rows_uncorrectable for one in shown] == [0, 0, 0, 1, 2]
-    assert [one.remap_pending for one in shown] == [False, False, False, True, True]
-
-
 def test_an_xid_is_told_once_and_79_loses_the_device() -> None:
     scenario = Scenario(Kind.XID, device=1, after=25, devices=2)
     readings = [samples(scenario, "n", at, at - 10, 0.0) for at in range(0, 100, 10)]

@@ -88,11 +88,6 @@ class TestTheScript:
         assert "absent.py" in str(caught.value)
         assert caught.value.exit_code == 66
 
-    def test_the_run_folder_is_named_after_the_run_id_or_the_script(self) -> None:
-        assert parse().run_dir == "outlast-runs/train"
-        assert parse("--rdzv-id=seven").run_dir == "outlast-runs/seven"
-        assert parse("--rdzv-id=seven", "--run-dir=here").run_dir == "here"
-
     @pytest.mark.parametrize(
         ("words", "name"),
         [
@@ -232,12 +227,6 @@ class TestRefusals:
         assert caught.value.exit_code == 2
         assert name.replace("_", "-") in str(caught.value).replace("_", "-")
 
-    def test_several_problems_are_told_at_once(self) -> None:
-        with pytest.raises(UsageError) as caught:
-            parse("--nnodes=3:2", "--rdzv-backend=etcd", "--tee=7", "-m", "--no-python")
-        for word in ("--nnodes=3:2", "--rdzv-backend=etcd", "--tee=7", "--module"):
-            assert word in str(caught.value)
-
     def test_every_kind_of_problem_is_told_with_the_others(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 0.0\n")
         words = ["--nproc-per-node=some", "--ft-safety-factor=-2", "--ft-rank-out-of-section-timeout=0"]
@@ -366,9 +355,6 @@ class TestFaultTolerance:
         names = [spec.name for spec in fields(FaultToleranceOptions) if spec.name != "max_restarts"]
         assert missing((f"--ft-{name.replace('_', '-')}" for name in names), known) == []
 
-    def test_nothing_given_is_learned_with_three_restarts(self) -> None:
-        assert parse().config.fault_tolerance == FaultToleranceOptions()
-
     @pytest.mark.parametrize("text", ["off", "none", "NONE"])
     def test_off_means_that_nothing_is_watched(self, text: str) -> None:
         config = parse(f"--ft-rank-heartbeat-timeout={text}").config.fault_tolerance
@@ -415,15 +401,6 @@ class TestFaultTolerance:
         )
         assert parse(PET_FT_CALC_FT_TIMEOUTS="0").config.fault_tolerance.calc_ft_timeouts is False
 
-    def test_a_timeout_of_0_in_the_file_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "c.toml").write_text("[fault_tolerance]\nrank_heartbeat_timeout = 0.0\n")
-        with pytest.raises(ConfigError, match=r"fault_tolerance\.rank_heartbeat_timeout.* 0 "):
-            parse("--config=c.toml")
-
-    def test_what_may_be_0(self) -> None:
-        found = parse("--ft-workers-stop-timeout=0", "--ft-capture-stacks=off").config.fault_tolerance
-        assert (found.workers_stop_timeout, found.capture_stacks) == (0.0, 0.0)
-
     def test_a_flag_wins_over_a_variable_over_the_file(self, tmp_path: Path) -> None:
         (tmp_path / "c.toml").write_text("[fault_tolerance]\nsafety_factor = 2.0\nmax_restarts = 9\n")
         config = ("--config", "c.toml")
@@ -435,9 +412,6 @@ class TestFaultTolerance:
 
 class TestNodes:
     WORDS = ("--nnodes=2:4", "--spares=1", "--rdzv-endpoint=n0:1234", "--rdzv-id=j")
-
-    def test_one_node_meets_nobody(self) -> None:
-        assert not parse().nodes.several
 
     def test_what_is_given_counts(self) -> None:
         nodes = parse(*self.WORDS, "--node-name=a", "--rdzv-conf=join_timeout=9,last_call_timeout=3").nodes

@@ -71,7 +71,6 @@ def test_what_is_asked_of_a_file_system_that_hangs_is_a_default_and_waits_nowher
 
 
 def test_all_waits_of_a_turn_are_no_longer_than_one(tmp_path: Path) -> None:
-    """On a busy file system each thing takes a while, and none takes long."""
     files, done = FileThread(tmp_path), list[int]()
 
     def slow(number: int) -> None:

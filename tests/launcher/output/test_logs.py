@@ -257,23 +257,6 @@ class TestTails:
             shown += console.read()
         assert shown == lines + b"the next generation\n"
 
-    def test_files_take_turns_when_the_console_is_slow(self, tmp_path: Path, console: Pipe) -> None:
-        paths = [tmp_path / str(rank) for rank in range(3)]
-        for path in paths:
-            path.write_bytes((b"y" * 99 + b"\n") * 40_000)
-        tails = follow(console, *paths)
-        shown = b""
-        for _ in range(60):
-            tails.pump()
-            shown += console.read()
-        parts = [shown.count(b"\n%d> " % rank) for rank in range(3)]
-        assert min(parts) > max(parts) // 3, parts
-
-    def test_bytes_that_are_no_text_pass(self, tmp_path: Path, console: Pipe) -> None:
-        (tmp_path / "log").write_bytes(b"\xff\xfe\x00\n")
-        follow(console, tmp_path / "log").pump()
-        assert console.arrived() == b"0> \xff\xfe\x00\n"
-
     def test_a_carriage_return_at_the_start_of_a_line_gets_no_prefix(
         self, tmp_path: Path, console: Pipe
     ) -> None:
@@ -294,27 +277,15 @@ class TestTails:
         while tails.unshown:
             tails.pump()
             shown += console.arrived()
+        tails.finish()
+        while tails.active:
+            tails.pump()
+        shown += console.arrived()
         found = shown.splitlines(keepends=True)
         assert len(found) == 6
         for rank in (b"0> ", b"1> "):
             mine = [one[3:] for one in found if one.startswith(rank)]
             assert mine == [b"a\n", line, b"b\n"]
-
-    def test_a_long_line_waits_in_its_file_until_it_ends(self, tmp_path: Path, console: Pipe) -> None:
-        with open(tmp_path / "log", "wb", 0) as log:
-            log.write(b"x" * 300_000)
-            tails = follow(console, tmp_path / "log")
-            tails.pump()
-            assert console.arrived() == b""
-            assert tails.unshown == 300_000
-            log.write(b"y\nz")
-            shown = b""
-            while tails.unshown > 1:
-                tails.pump()
-                shown += console.arrived()
-            assert shown == b"0> " + b"x" * 300_000 + b"y\n"
-        tails.finish()
-        assert console.arrived() == b"0> z\n"
 
     def test_shown_lines_with_certain_texts_are_copied(self, tmp_path: Path, console: Pipe) -> None:
         spec = LogSpec(tee="3", copied_stdout=("loss", "a,b"), log_dir=str(tmp_path))
@@ -336,30 +307,9 @@ class TestTails:
         assert not (tmp_path / "attempt_2" / "filtered_stderr.log").exists()
         assert console.arrived().count(b"other") == 2
 
-    def test_one_look_at_all_files_is_one_access(
-        self, tmp_path: Path, console: Pipe, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """On a busy file system each access takes a while, and the loop has other work."""
-        accesses, do = list[int](), file_thread._do
-        monkeypatch.setattr(file_thread, "_do", lambda work: (accesses.append(1), do(work))[1])
-        paths = [tmp_path / str(rank) for rank in range(8)]
-        for path in paths:
-            path.write_bytes(b"x" * 100_000 + b"\nstep\n")
-        tails = follow(console, *paths)
-        shown, pumps = b"", 0
-        while shown.count(b"step\n") < 8:
-            tails.pump()
-            shown, pumps = shown + console.arrived(), pumps + 1
-        assert len(accesses) <= pumps
-        tails.finish()
-        while tails.active:
-            tails.pump()
-        assert len(accesses) <= pumps + 8 + 2
-
     def test_what_is_read_late_is_shown_once(
         self, tmp_path: Path, console: Pipe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each access takes longer than the loop waits for."""
         do = file_thread._do
         monkeypatch.setattr(file_thread, "_do", lambda work: (time.sleep(0.02), do(work))[1])
         files = FileThread(tmp_path)
@@ -399,34 +349,55 @@ class TestTails:
         assert "ended well" in run.stderr, run.stderr
 
 
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+    ~~~~^^
+RuntimeError: boom
+"""
+CALLSTACK = "Traceback ...\nValueError: bad"
+TORCHELASTICS = json.dumps(
+    {"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": CALLSTACK}}}
+)
+CHAIN = f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n"
+NOISE = "[rank1]:[W1121 10:00:00.1 ProcessGroupGloo.cpp:1] Warning: slow (function f)\n"
+PREFIXED = "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()).replace(
+    "    main", f"{NOISE}[rank1]:     main"
+)
+
+
 class TestFailures:
-    def test_torchelastics_error_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "error.json"
-        extra = {"py_callstack": "Traceback ...\nValueError: bad", "timestamp": "1"}
-        path.write_text(json.dumps({"message": {"message": "ValueError: bad", "extraInfo": extra}}))
-        found = failure_of(path, None)
-        assert found is not None
-        assert (found.message, found.traceback, found.exit_code) == (
-            "ValueError: bad",
-            extra["py_callstack"],
-            0,
-        )
+    @pytest.mark.parametrize(
+        ("error", "log", "message"),
+        [
+            (TORCHELASTICS, "", "ValueError: bad"),
+            ('{"message": "ValueError: bad"}', "", "ValueError: bad"),  # the old format
+            *(
+                (text, TRACEBACK, "RuntimeError: boom")
+                for text in ("", "{", "[]", "{}", '{"message": {}}', "\x00")
+            ),
+            (
+                "",
+                CHAIN + TRACEBACK.replace("boom", "worse") + "some warning at exit\n",
+                "RuntimeError: worse",
+            ),
+            ("", NOISE + PREFIXED + NOISE, "RuntimeError: boom"),
+            ("", '  File "x.py", line 3\nall is well: 3\nSyntaxErrors: 0\n', None),  # a place in a file
+            ("", "all is well\n", None),
+        ],
+    )
+    def test_what_is_found(self, tmp_path: Path, error: str, log: str, message: str | None) -> None:
+        (tmp_path / "error.json").write_text(error)
+        (tmp_path / "log").write_text(log)
+        found = failure_of(tmp_path / "error.json", tmp_path / "log")
+        assert (found.message if found else None) == message
+        if found and not error:
+            assert found.traceback.startswith("Traceback")
+            assert "arning" not in found.traceback.splitlines()[-1]
+        assert failure_of(tmp_path / "absent", tmp_path / "absent too") is None
 
-    def test_its_old_format_with_a_text(self, tmp_path: Path) -> None:
-        (tmp_path / "error.json").write_text('{"message": "ValueError: bad"}')
-        found = failure_of(tmp_path / "error.json", None)
-        assert found is not None
-        assert found.message == found.traceback == "ValueError: bad"
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"message": {}}', '{"message": 3}', "\x00"])
-    def test_one_that_makes_no_sense_leaves_the_log(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "error.json").write_text(text)
-        (tmp_path / "stderr.log").write_text(TRACEBACK)
-        found = failure_of(tmp_path / "error.json", tmp_path / "stderr.log")
-        assert found is not None
-        assert found.message in ("RuntimeError: boom", "3")
-
-    def test_what_a_terminal_would_obey_is_left_out(self, tmp_path: Path) -> None:
+    def test_what_a_terminal_would_obey_is_left_out_and_lines_become_one(self, tmp_path: Path) -> None:
         colored = "\x1b[1;31mValueError\x1b[0m: \x1b]8;;http://x\x07bad\x1b]8;;\x1b\\ \x1b(Bvalue\r\x07\x9b2J"
         error = {"message": colored, "extraInfo": {"py_callstack": f"Traceback:\n\tline\n{colored}"}}
         (tmp_path / "error.json").write_text(json.dumps({"message": error}))
@@ -436,84 +407,28 @@ class TestFailures:
             assert found.message == found.summary == "ValueError: bad value"
             assert found.traceback.splitlines()[-1] == "ValueError: bad value"
             assert "\x1b" not in found.traceback
-
-    def test_a_message_of_several_lines_is_kept_as_one(self, tmp_path: Path) -> None:
-        """It is quoted within sentences of ours, where a second line would look like one of them."""
-        error = {"message": "\x1b[31mCUDA error: x\n  line 2\r\n\nline\u20283", "extraInfo": {}}
+        error = {"message": "CUDA error: x\n  line 2\r\n\nline\u20283", "extraInfo": {}}
         (tmp_path / "error.json").write_text(json.dumps({"message": error}))
-        found = failure_of(tmp_path / "error.json", None)
-        assert found is not None
-        assert (found.message, found.summary) == ("CUDA error: x line 2 line 3", "CUDA error: x")
-        assert found.traceback.splitlines() == ["CUDA error: x", "  line 2", "", "line", "3"]
+        several = failure_of(tmp_path / "error.json", None)
+        assert several is not None
+        assert (several.message, several.summary) == ("CUDA error: x line 2 line 3", "CUDA error: x")
 
-    def test_the_last_traceback_of_the_log(self, tmp_path: Path) -> None:
-        chain = TRACEBACK + "\nDuring handling of the above exception, another exception occurred:\n\n"
-        (tmp_path / "log").write_text(chain + TRACEBACK.replace("boom", "worse") + "some warning at exit\n")
-        found = failure_of(tmp_path / "absent", tmp_path / "log")
-        assert found is not None
-        assert found.message == "RuntimeError: worse"
-        assert found.traceback.startswith("Traceback")
-        assert "warning" not in found.traceback
-
-    def test_a_real_one(self, tmp_path: Path) -> None:
-        (tmp_path / "x.py").write_text("class Odd(Exception): pass\ndef f(): raise Odd('here')\nf()\n")
-        with open(tmp_path / "log", "wb") as log:
-            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
-        found = failure_of(tmp_path / "absent", tmp_path / "log")
-        assert found is not None
-        assert found.message in ("Odd: here", "__main__.Odd: here")
-
-    def test_one_with_torchs_prefix(self, tmp_path: Path) -> None:
-        noise = "[rank1]:[W1121 10:00:00.1 ProcessGroupGloo.cpp:1] Warning: slow (function f)\n"
-        prefixed = "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines())
-        (tmp_path / "log").write_text(
-            noise + prefixed.replace("    main", f"{noise}[rank1]:     main") + noise
-        )
-        found = failure_of(tmp_path / "absent", tmp_path / "log")
-        assert found is not None
-        assert found.message == "RuntimeError: boom"
-        assert found.traceback.startswith("Traceback")
-
-    @pytest.mark.parametrize("text", ["def f(:\n", "if True:\npass\n", "if 1:\n  a=1\n\tb=2\n"])
-    def test_a_script_that_does_not_parse(self, tmp_path: Path, text: str) -> None:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("class Odd(Exception): pass\ndef f(): raise Odd('here')\nf()\n", "Odd: here"),
+            *((text, "Error: ") for text in ("def f(:\n", "if True:\npass\n", "if 1:\n  a=1\n\tb=2\n")),
+        ],
+    )
+    def test_of_a_real_script(self, tmp_path: Path, text: str, message: str) -> None:
         (tmp_path / "x.py").write_text(text)
         with open(tmp_path / "log", "wb") as log:
             subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
-        assert "Traceback" not in (tmp_path / "log").read_text()
         found = failure_of(tmp_path / "absent", tmp_path / "log")
         assert found is not None
-        assert "Error: " in found.message
-        assert found.traceback.startswith("  File")
-
-    def test_a_module_that_does_not_parse(self, tmp_path: Path) -> None:
-        (tmp_path / "x.py").write_text("import broken\n")
-        (tmp_path / "broken.py").write_text("def f(:\n")
-        with open(tmp_path / "log", "wb") as log:
-            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
-        found = failure_of(tmp_path / "absent", tmp_path / "log")
-        assert found is not None
-        assert found.message.startswith("SyntaxError: ")
-        assert found.traceback.startswith("Traceback")
-
-    def test_a_place_in_a_file_is_no_failure(self, tmp_path: Path) -> None:
-        (tmp_path / "log").write_text('  File "x.py", line 3\nall is well: 3\nSyntaxErrors: 0\n')
-        assert failure_of(tmp_path / "absent", tmp_path / "log") is None
-
-    def test_a_log_without_one(self, tmp_path: Path) -> None:
-        (tmp_path / "log").write_text("all is well\n")
-        assert failure_of(tmp_path / "absent", tmp_path / "log") is None
-        assert failure_of(tmp_path / "absent", tmp_path / "absent too") is None
+        assert message in found.message
 
     def test_the_last_lines_of_a_long_log(self, tmp_path: Path) -> None:
         (tmp_path / "log").write_text("".join(f"line {at}\n" for at in range(9000)))
         assert last_lines(tmp_path / "log", 2) == ["line 8998", "line 8999"]
         assert last_lines(tmp_path / "absent", 2) == []
-
-
-TRACEBACK = """\
-Traceback (most recent call last):
-  File "train.py", line 3, in <module>
-    main()
-    ~~~~^^
-RuntimeError: boom
-"""

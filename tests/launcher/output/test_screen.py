@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launcher.output.screen import MESSAGE_ROOM, Console, Screen
-from outlast.launcher.workers.cleaner import Cleaner
+from outlast.launcher.output.screen import MESSAGE_ROOM, Screen
 
 
 @pytest.fixture
@@ -61,7 +60,6 @@ def test_messages_and_logs_keep_their_order(pipe: tuple[int, int]) -> None:
 
 
 def test_a_message_begins_a_line(pipe: tuple[int, int], tmp_path: Path) -> None:
-    """Also where the last line of a rank is that of a progress bar, which has no end or ends with \\r."""
     reading, writing = pipe
     screen = Screen()
     texts = [b"whole\n", b"10%", b"\r 20%\r", b"rest\n"]
@@ -100,19 +98,6 @@ def test_messages_beyond_the_bound_are_counted(pipe: tuple[int, int]) -> None:
     assert screen.dropped == before
 
 
-def test_what_is_given_up_is_counted_and_later_words_too(pipe: tuple[int, int]) -> None:
-    _, writing = pipe
-    screen = Screen()
-    screen.show(writing, b"x" * 50_000)
-    while screen.wait(0.05):
-        pass
-    assert screen.give_up() > 40_000
-    assert screen.waiting == 0
-    screen.show(writing, b"more")
-    screen.say(writing, b"more")
-    assert (screen.waiting, screen.dropped) == (0, 1)
-
-
 def test_a_closed_console_swallows_everything(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     os.close(reading)
@@ -131,36 +116,6 @@ def test_a_console_set_to_non_blocking_gets_everything(pipe: tuple[int, int]) ->
     screen = Screen()
     screen.show(writing, b"z" * 100_000)
     assert read_all(reading, 100_000) == b"z" * 100_000
-
-
-def test_no_stderr_at_all_is_a_closed_console() -> None:
-    with contextlib.redirect_stderr(None):
-        screen = Screen()
-        Console(screen).say("to nobody")
-    assert (screen.waiting, screen.dropped) == (0, 0)
-
-
-def test_a_cleaner_is_replaced_beside_a_writer_that_waits(pipe: tuple[int, int], tmp_path: Path) -> None:
-    _, writing = pipe
-    runtime = tmp_path / "runtime"
-    runtime.mkdir()
-    screen = Screen()
-    screen.show(writing, b"x" * 50_000)
-    victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    cleaner = Cleaner(runtime, "OUTLAST_LAUNCHER=this test")
-    try:
-        first = cleaner.pid
-        os.kill(first, signal.SIGKILL)
-        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-        cleaner.watch(victim.pid)
-        cleaner.tend()
-        assert cleaner.pid not in (0, first)
-        cleaner.dismiss()
-        assert not runtime.exists()
-        assert victim.poll() is None  # what is watched ends when the agent dies, not when it dismisses
-    finally:
-        victim.kill()
-        victim.wait()
 
 
 SHELL = "i=0; while [ $i -lt 9000 ]; do echo line $i of this rank; i=$((i+1)); done"
@@ -205,21 +160,6 @@ def test_a_pipe_that_is_closed_early_does_not_end_the_job(tmp_path: Path) -> Non
         assert run.stdout is not None
         run.stdout.close()
         assert run.wait(60) == 0
-
-
-def test_the_notice_of_one_thread_a_rank_is_shown_once(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    words = ["--run-dir", str(tmp_path / "run"), "--no-python", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "outlast", "run", *words, "/bin/sh", "-c", "echo rank ${local_rank}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("OMP_NUM_THREADS=1") == 1
 
 
 def test_ranks_that_a_filter_hides_are_silent_though_their_streams_are_inherited(tmp_path: Path) -> None:

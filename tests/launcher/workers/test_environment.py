@@ -42,16 +42,6 @@ def test_what_the_user_has_set_stays() -> None:
     assert {name: found[name] for name in kept} == kept
 
 
-def test_one_rank_may_use_all_threads() -> None:
-    assert "OMP_NUM_THREADS" not in common_environment(options(), {})
-
-
-def test_the_inherited_environment_is_not_changed() -> None:
-    inherited = {"HOME": "/h"}
-    common_environment(options("--nproc-per-node=2"), inherited)
-    assert inherited == {"HOME": "/h"}
-
-
 def test_what_a_rank_has_on_top() -> None:
     mine = Assignment(2, True, first_rank=4, node_rank=1, nodes=2, world_size=8)
     given = options("--nproc-per-node=4", "--role=trainer")

@@ -171,7 +171,6 @@ SHARES = (
 def test_the_shared_memory_of_what_is_killed_is_removed(
     family: Family, cleaner: Cleaner, alone: bool
 ) -> None:
-    """Also where nothing but a tracker is left."""
     name, reader = f"outlast_test_{os.getpid()}", os.pipe()
     command = [sys.executable, "-c", SHARES, name]
     worker = Worker(0, start(command, stdout=reader[1], stderr=subprocess.DEVNULL, start_new_session=True))
@@ -227,7 +226,6 @@ def test_a_stopped_cleaner_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_what_has_the_mark_is_left_over_and_nothing_else() -> None:
-    """Not what has another launcher's, and not a session with a number that is used again."""
     marked = dict([MARK.split("=", 1)])
     name = next(iter(marked))
     with contextlib.ExitStack() as stack:

@@ -29,13 +29,6 @@ def test_an_import_that_begins_another_one_is_not_stuck(tmp_path: Path) -> None:
         assert not one.stuck(100.0 * (now + 1), patience=60.0)
 
 
-def test_the_import_of_torch_has_more_time(tmp_path: Path) -> None:
-    one = attempt(tmp_path)
-    assert not one.stuck(500.0, patience=60.0)
-    assert one.stuck(700.0, patience=60.0)
-    assert one.under_way() == []
-
-
 def learned_once(folder: Path) -> Warming:
     """Return one that has learned a module, and whose zygotes cannot be started."""
     nothing = SimpleNamespace(ask=lambda _, default: default)
@@ -57,11 +50,3 @@ def test_a_runtime_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) ->
     warming.again()
     warming.tick(0.0)
     assert len(warming.problems) == 2
-
-
-def test_nothing_is_looked_at_after_the_end(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    warming = learned_once(tmp_path)
-    assert warming.first_plan() != ""
-    warming.close()
-    assert warming.deadline() is None

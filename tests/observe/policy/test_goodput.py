@@ -275,19 +275,6 @@ def spent(job: Job) -> dict[str, float]:
     return seconds(fold(job.log))
 
 
-def test_a_generation_number_that_comes_again_has_loaded_nothing_yet() -> None:
-    job = small_job()
-    job.save(0.0, fails=False)
-    job.die()
-    for load in (next(iter(job.checkpoints)), None):
-        job.generation = 0
-        job.launch(reboot=False, gap=5.0, skew=0.0)
-        job.begin((1.0, 0.0, 1.0), load, 0.0, Category.STARTING)
-        job.train(3.0, 3, told=True)
-        job.die()
-    assert spent(job) == {"training": 3.0, "lost_work": 13.0, "starting": 6.0, "down": 10.0}
-
-
 @pytest.mark.parametrize("claimed", [4.0, -50.0])
 def test_a_save_proves_that_the_job_runs_when_the_first_step_is_missing(claimed: float) -> None:
     job = small_job()
@@ -308,15 +295,6 @@ def test_a_load_whose_save_was_not_recorded_goes_back_to_where_its_step_was_know
     job.begin((1.0, 0.0, 1.0), next(iter(job.checkpoints)), 0.0, Category.RECOVERING)
     job.log = [record for record in job.log if not isinstance(record, Saved)]
     assert spent(job) == {"training": 10.0, "lost_work": 5.0, "starting": 2.0, "recovering": 2.0}
-
-
-def test_a_save_never_took_longer_than_its_launch() -> None:
-    job = small_job()
-    job.die()
-    job.launch(reboot=False, gap=5.0, skew=0.0)
-    job.begin((1.0, 0.0, 1.0), None, 0.0, Category.STARTING)
-    job.log.append(SaveLost(*job.now, job.step, 1e6, "disk full"))
-    assert spent(job) == {"starting": 2.0, "lost_work": 10.0, "down": 5.0, "saving": 2.0}
 
 
 def test_what_stands_in_the_way_of_an_action_is_recovering_or_stopping() -> None:
@@ -342,15 +320,3 @@ def test_a_fault_between_a_load_and_the_first_step_is_at_the_step_that_was_loade
     job.fault(0.0, -1)
     job.begin((1.0, 0.0, 1.0), old, 0.0, Category.RECOVERING)
     assert [incident.steps_lost for incident in fold(job.log).incidents] == [0, 5]
-
-
-def test_marks_that_are_older_than_the_fault_take_no_time() -> None:
-    job = small_job()
-    job.fault(1.0, job.step)
-    job.spend(Category.TRAINING, 2.0)
-    job.log.append(FirstStep(*job.now, 1, {"spawned": job.clock, "loaded": 3.0, "first_step": 5.0}))
-    ledger = fold(job.log)
-    assert ledger.seconds[Category.RECOVERING] == 0.0
-    check(ledger)
-    assert ledger.incidents[0].running_again_after == 1.0
-    assert ledger.incidents[0].phases == {"stop": 2.0, "load": 0.0, "first_step": 0.0}

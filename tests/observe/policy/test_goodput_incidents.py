@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger, fold, placed
+from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger, fold
 from outlast.recovery.policy.events import (
     Progress,
     Record,
@@ -110,11 +109,6 @@ def test_between_boots_wall_time_counts_and_is_never_negative() -> None:
     assert fold(log).seconds[Category.DOWN] == 0.0
 
 
-def test_within_a_boot_a_jump_of_the_wall_clock_changes_nothing() -> None:
-    log = [*BEGUN, Progress(*ONE.at(10.0), 10), replace(TWO.start(40.0), time=EPOCH - 1e6)]
-    assert fold(log).seconds[Category.DOWN] == 30.0
-
-
 def test_without_a_launcher_training_begins_with_the_session_or_its_load() -> None:
     solo = Line(0)
     ledger = fold([solo.start(), solo.saved(10.0, 10, spent=1.0), solo.saved(20.0, 20)])
@@ -129,11 +123,6 @@ def test_without_a_launcher_training_begins_with_the_session_or_its_load() -> No
         "loading": 1.0,
     }
     assert ledger.incidents == ()
-
-
-@pytest.mark.parametrize("spent", [math.nan, -5.0, -math.inf, 0.0])
-def test_a_duration_that_is_none_takes_no_time(spent: float) -> None:
-    assert seconds(fold([*BEGUN, ONE.saved(12.0, 10, spent)])) == {"starting": 2.0, "training": 10.0}
 
 
 def test_timeouts_in_force_are_the_latest_of_each_section() -> None:
@@ -239,16 +228,3 @@ def test_a_fault_says_how_long_it_was_not_seen_if_it_knows(
     log: list[Record] = [replace(one, clock=one.clock - 100.0) for one in BEGUN]
     log += [replace(ONE.fault(12.0, 0.0), clock=12.0, since=since), replace(ONE.action(12.0), clock=12.0)]
     assert [one.detected_after for one in fold(log).incidents] == [detected_after]
-
-
-def test_a_log_without_its_start_is_not_taken_for_starting() -> None:
-    log = [ONE.workers(0.0), Progress(*ONE.at(2.0), 6), Progress(*ONE.at(4.0), 7)]
-    ledger = fold([*log, FOUR.start(9.0)])
-    assert seconds(ledger) == {"training": 4.0, "down": 5.0}
-    [death] = ledger.incidents
-    assert death.node == ""
-
-
-def test_a_clock_that_is_none_is_where_its_launch_begins() -> None:
-    log = [replace(ONE.start(), clock=math.nan), Progress(0.0, 3.5, 1, 9)]
-    assert [at for at, _ in placed(log)] == [0.0, 3.5]

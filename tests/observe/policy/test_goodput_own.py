@@ -59,16 +59,7 @@ def test_a_session_that_restored_nothing_is_told_from_a_script_without_one() -> 
     assert not job(replace(begun, source="session")).unrestored
 
 
-def test_without_an_incident_all_that_a_process_counted_was_kept() -> None:
-    ledger = job(first_step(Line(), 1.0, 1, "counted"), progress(Line(), 29.0, 40, "counted"))
-    assert (ledger.steps_unknown, ledger.lost_unknown) == (True, False)
-    spent = {name.value: seconds for name, seconds in ledger.seconds.items() if seconds}
-    assert spent == {"training": 28.0, "starting": 1.0, "stopping": 1.0}
-    assert ledger.goodput == 28.0 / 30.0
-
-
 def test_what_the_script_announces_tells_how_many_steps_were_lost_and_how_long_they_took() -> None:
-    """It announces its first step some time after the process has counted one."""
     one, two = Line(1), Line(2)
     ledger = job(
         first_step(one, 1.0, 1, "counted"),
@@ -84,22 +75,6 @@ def test_what_the_script_announces_tells_how_many_steps_were_lost_and_how_long_t
     assert (ledger.steps_unknown, incident.step, incident.steps_lost) == (False, 22, 2)
     assert seconds == 2.0
     assert [one.step for one in ledger.own] == [20, 40]
-
-
-def test_a_script_that_goes_on_from_an_older_checkpoint_of_its_own_lost_more() -> None:
-    one, two = Line(1), Line(2)
-    ledger = job(
-        first_step(one, 1.0, 1, "announced"),
-        progress(one, 1.0, 1, "announced"),
-        saved(one, 4.0, 10),
-        saved(one, 8.0, 20),
-        fault(one, 10.0, 22),
-        one.action(10.0),
-        first_step(two, 12.0, 11, "announced"),
-        progress(two, 12.0, 11, "announced"),
-    )
-    incident, seconds = lost(ledger)
-    assert (incident.steps_lost, seconds) == (12, 6.0)
 
 
 def test_without_announced_checkpoints_the_first_step_tells_where_it_went_on() -> None:
@@ -179,12 +154,6 @@ def test_a_job_that_counts_its_steps_stops_after_the_last_one(
     assert job(*records).spans[-1] == (Category.STOPPING, last_step, 30.0)
 
 
-def test_a_log_without_its_start_counts_steps_all_the_same() -> None:
-    one = Line()
-    spans = fold([one.workers(0.0), progress(one, 3.0, 1, "counted"), one.ended(4.0)]).spans
-    assert spans == ((Category.TRAINING, 0.0, 3.0), (Category.STOPPING, 3.0, 4.0))
-
-
 BEFORE: list[Record] = [
     *[first_step(Line(), 0.5, 1, "announced"), progress(Line(), 0.5, 1, "announced"), saved(Line(), 8.0, 20)],
     *[fault(Line(), 10.0, 22), Line().action(10.0)],
@@ -238,7 +207,6 @@ def test_a_launch_whose_generation_has_a_number_of_before_tells_what_it_lost() -
 @pytest.mark.parametrize("interval", [1, 10, 100])
 @pytest.mark.parametrize("after", [0, 1, 7, 87])
 def test_a_framework_tells_the_step_that_it_resumed_from(interval: int, after: int, announced: bool) -> None:
-    """The announcement of the newest checkpoint is lost where the process dies right after the save."""
     one, two, newest = Line(1), Line(2), 5 * interval
     saves = [saved(one, float(number), number * interval) for number in range(1, 5 + announced)]
     ledger = job(
@@ -251,13 +219,3 @@ def test_a_framework_tells_the_step_that_it_resumed_from(interval: int, after: i
     incident, seconds = lost(ledger)
     assert incident.steps_lost == after
     assert seconds == 5.0 if announced else seconds <= 10.0
-
-
-def test_a_script_that_announces_the_step_of_its_checkpoint_first_resumed_there() -> None:
-    """What it saved since it was started again is no place that it resumed from."""
-    one, two = Line(1), Line(2)
-    begun = [progress(one, 0.5, 1, "announced"), saved(one, 4.0, 10), saved(one, 8.0, 20)]
-    begun += [fault(one, 10.0, 22), one.action(10.0)]
-    assert lost(job(*begun, progress(two, 12.0, 20, "announced")))[0].steps_lost == 2
-    again = [saved(two, 11.0, 21), progress(two, 12.0, 21, "announced")]
-    assert lost(job(*begun, *again))[0].steps_lost == 2

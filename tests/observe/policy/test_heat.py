@@ -31,10 +31,6 @@ def same(one: Heat, other: Heat) -> bool:
     return repr(one) == repr(other)
 
 
-def test_a_log_without_records_has_empty_maps() -> None:
-    assert of_steps((), 9, 96) == temperatures() == Heat() == NOTHING
-
-
 def test_each_record_of_step_times_is_a_column_where_there_is_room() -> None:
     log = [times(10, r0=0.5, r1=1.5), times(20, r0=0.25), times(30, r1=3.0)]
     assert same(
@@ -56,23 +52,12 @@ def test_ranks_that_were_the_furthest_above_the_median_are_shown_in_order() -> N
     )
 
 
-def test_what_is_no_rank_or_no_ratio_is_left_out() -> None:
-    ratios = {"123456789": 2.0, "1234567890": 3.0, "-1": 3.0, "\u00b2": 3.0, "../x": 3.0, "": 3.0}
-    log = [StepTimes(0.0, 0.0, 1, 1, 0.1, {**ratios, "4": NAN, "5": math.inf})]
-    assert of_steps(log, 9, 96) == Heat(("rank 123456789",), ((2.0,),), (2.0,), 0, 1, 1)
-
-
 def test_temperatures_are_put_into_columns_of_equal_time() -> None:
     readings = [(100.0, 50.0), (109.9, 60.0), (110.0, 55.0), (119.0, 40.0), (139.0, 65.0), (140.0, 70.0)]
     assert same(
         temperatures(*(device(time, 3, degrees) for time, degrees in readings)),
         Heat(("n0 GPU 3",), ((60.0, 55.0, NAN, 70.0),), (70.0,), 0, 100.0, 140.0),
     )
-
-
-def test_readings_of_one_time_are_one_column() -> None:
-    found = temperatures(device(100.0, 0, -5.0), device(100.0, 1, 50.0))
-    assert found == Heat(("n0 GPU 0", "n0 GPU 1"), ((-5.0,), (50.0,)), (-5.0, 50.0), 0, 100.0, 100.0)
 
 
 def test_the_hottest_devices_are_shown_and_the_others_counted() -> None:
@@ -85,13 +70,3 @@ def test_only_a_device_with_a_temperature_and_a_time_counts() -> None:
     without = Telemetry(1.0, 0.0, 1, "n0", "device", 0, "", {}, "")
     others = [device(1.0, -1, 20.0, "host"), device(1.0, 0, NAN), device(math.inf, 0, 50.0)]
     assert temperatures(without, *others) == NOTHING
-
-
-def test_readings_beyond_fifty_thousand_push_out_the_oldest() -> None:
-    hot, cool = device(1.0, 0, 99.0), device(2.0, 1, 50.0)
-    kept = Temperatures()
-    for record in [hot] + [cool] * 49_999:
-        kept.take(record)
-    assert kept.heat(9, 4).worst == (99.0, 50.0)
-    kept.take(cool)
-    assert kept.heat(9, 4).worst == (50.0,)

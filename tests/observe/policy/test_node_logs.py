@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
@@ -201,7 +200,6 @@ def test_a_job_in_which_one_node_has_not_ended_goes_on() -> None:
 
 
 def test_the_merged_log_is_the_one_that_a_single_launcher_would_have_written() -> None:
-    """b is on another host; c on that of a, whose wall clock was set meanwhile; s leads without ranks."""
     a, b, c, s = Node("a", "host"), Node("b", booted=90.0), Node("c", "host", wall=5.0), Node("s", booted=7.0)
     a.launch(0.0).start(2.0, 1, 4.0).step(10.0, 6).saved(12.0, 8)
     b.launch(0.5).start(2.5, 1, 5.0).step(10.5, 5).saved(11.5, 8)
@@ -283,32 +281,6 @@ def test_steps_that_the_script_announced_on_any_node_are_those_of_the_job(
     assert [str(one.step) for one in log if isinstance(one, Progress)] == told
 
 
-def test_marks_that_only_one_node_has_are_told() -> None:
-    a, b = Node("a"), Node("b")
-    a.launch(0.0).start(1.0, 1, 2.0)
-    b.launch(0.0).start(1.5, 1, 3.0)
-    first = a.log[-1]
-    assert isinstance(first, FirstStep)
-    first.marks["loaded"] = a.clock(1.75)
-    [merged_first] = [one for one in job(a, b) if isinstance(one, FirstStep)]
-    assert merged_first.marks == {"spawned": 501.5, "first_step": 503.0, "loaded": 501.75}
-
-
-def test_nodes_whose_starts_are_not_in_the_logs_are_as_far_as_the_slowest_of_them() -> None:
-    a, b = Node("a"), Node("b")
-    a.step(1.0, 5).step(3.0, 7)
-    b.step(2.0, 4)
-    assert lines(job(a, b), a) == ["2 g0 Progress 4  -1"]
-
-
-def test_a_node_without_ranks_does_not_hold_the_progress_of_the_others_back() -> None:
-    a, spare = Node("a"), Node("spare")
-    a.launch(0.0).start(1.0, 1, 2.0).step(3.0, 5)
-    spare.launch(0.0).generation = 1
-    spare.saved(2.5, 2).step(2.75, 3)
-    assert [one.step for one in job(a, spare) if isinstance(one, Progress)] == [5]
-
-
 @pytest.mark.parametrize(
     ("node", "at", "since", "expected"),
     [
@@ -339,7 +311,6 @@ def test_the_end_of_progress_is_placed_by_the_clock_of_the_node_that_saw_it(
 def test_a_leader_whose_clock_is_late_answers_no_fault_before_the_action_that_began_its_generation(
     since: float, moved: float
 ) -> None:
-    """b leads after a; how long its fault was not seen is kept, and not known where it was not told."""
     a, b = Node("a", "host"), Node("b", "host")
     a.launch(0.0).start(1.0, 1, 2.0).judged(90.0, "b", 0.0, 2)
     b.launch(0.0).start(1.0, 1, 2.0).start(61.0, 2, 62.0).judged(70.0, "b", b.clock(since), 3)
@@ -365,17 +336,3 @@ def test_a_node_that_starts_after_the_end_of_all_others_starts_the_job_again(
     a.launch(0.0).start(1.0, 1, 2.0).step(10.0, 6)
     b.launch(begins)
     assert sum(isinstance(one, RunStarted) for one in job(a, b)) == launches
-
-
-def test_a_log_whose_start_is_missing_is_merged_all_the_same() -> None:
-    a, b = Node("a"), Node("b")
-    a.start(0.0, 1)
-    assert lines(job(a, b.launch(0.0)), a) == ["0 g1 GenerationStarted 3 (7,) zygote a test"]
-    assert job(a, Node("nothing yet")) == job(a)
-
-
-def test_a_clock_that_is_none_moves_no_other_record() -> None:
-    a, b = Node("a"), Node("b", booted=90.0)
-    b.launch(0.0).start(1.0, 1)
-    b.log[0] = replace(b.log[0], clock=math.inf)
-    assert [one.clock for one in job(a.launch(0.0), b)] == [500.0, 91.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -23,6 +23,7 @@ from outlast.recovery.policy.events import (
     FirstStep,
     GenerationStarted,
     Loaded,
+    Note,
     Progress,
     Record,
     RunEnded,
@@ -205,7 +206,6 @@ SAVED = Saved(32.0, 32.0, 1, 60, "step-000000060.g1", 1, 0.1, "every 20 steps")
 
 
 def test_every_rank_has_reached_what_is_saved() -> None:
-    """Progress is written every few seconds, a checkpoint at once."""
     for saved in (SAVED, ScriptSaved(32.0, 32.0, 1, 60)):
         told = after(START, BEGUN, TRAINS, saved)
         assert (told.step, told.stepped, told.nodes[0].step) == (60, 32.0, 60)
@@ -257,27 +257,6 @@ def test_a_run_has_ended_when_each_of_its_nodes_has() -> None:
     assert told.now().end is None
 
 
-def test_what_two_leaders_write_is_counted_once() -> None:
-    told = NowFold()
-    for node in ("n0", "n1"):
-        told.take(Saved(20.0, 20.0, 1, 40, "step-40", 9, 0.1, ""), node)
-        told.take(SaveLost(22.0, 22.0, 1, 60, 0.1, "full"), node)
-        told.take(FAULT, node)
-        told.take(RESTART, node)
-    now = told.now()
-    assert (now.saves, now.saves_lost, now.faults, now.restarts) == (1, 1, {"crash": 1}, 1)
-
-
-def test_a_rate_ends_with_the_steps_and_with_the_run() -> None:
-    steps = [progress(12.0 + at, 100 * at) for at in range(0, 65, 5)]
-    hang = [progress(72.0 + at, 6000) for at in range(5, 125, 5)]
-    assert after(START, BEGUN, TRAINS, *steps).rate == 100.0
-    assert (after(START, BEGUN, TRAINS, *steps, *hang[:6]).rate or 100.0) < 70.0
-    assert after(START, BEGUN, TRAINS, *steps, *hang).rate is None
-    assert after(START, BEGUN, TRAINS, *steps, RunEnded(76.0, 76.0, 1, 6000, 0, "done")).rate is None
-    assert after(START, BEGUN, TRAINS, *steps, FAULT, RESTART).rate is None
-
-
 def test_steps_of_another_source_are_not_compared_with_those_before() -> None:
     counted = FirstStep(12.0, 12.0, 1, 1, {}, "counted")
     told = after(START, BEGUN, counted, Progress(22.0, 22.0, 1, 10_000, "announced"))
@@ -301,13 +280,6 @@ def test_a_number_of_steps_that_no_loop_has_is_not_taken() -> None:
     assert (told.total, told.seconds_left) == (150, 10.0)
     assert after(planned, replace(planned, total=2**63)).total == 2**63
     assert after(planned, replace(planned, total=2**63 + 1)).total == 150
-
-
-def test_a_fault_without_an_action_and_an_end_without_a_fault_are_no_incidents() -> None:
-    ignored = replace(RESTART, action="none")
-    stop = replace(RESTART, action="stop", reason="every rank finished")
-    told = after(START, BEGUN, FAULT, ignored, stop)
-    assert (told.incident, told.faults, told.restarts, told.state) == (None, {}, 0, State.STARTING)
 
 
 def test_a_slow_rank_is_told_until_it_is_slow_no_more_or_started_again() -> None:
@@ -375,3 +347,56 @@ def test_it_agrees_with_the_report_of_a_whole_log(name: str) -> None:
     assert sum(now.faults.values()) == len({(one.kind, one.rank) for one in faults})
     assert now.launches == max(ledger.launches for ledger in ledgers)
     assert (now.state, now.step) == (State.ENDED, 500)
+
+
+def test_of_a_run_without_a_log_nothing_is_known() -> None:
+    assert asdict(after()) == {
+        **{"run_id": "", "state": State.EMPTY, "generation": 0, "ranks": 0, "nodes": (), "end": None},
+        **{"step": -1, "source": "", "rate": None, "total": 0, "stepped": 0.0, "heard": 0.0, "launches": 0},
+        **{"faults": {}, "actions": {}, "checkpoints": (), "saves": 0, "saves_lost": 0, "slow": ()},
+        **{"incident": None, "starts_at": 0.0},
+    }
+
+
+def test_of_a_log_without_its_begin_only_the_node_is_known() -> None:
+    told = after(Note(0.5, 0.5, 0, "the clock of this node was reset"))
+    node = NodeNow("", generation=0, ranks=0, step=-1, heard=0.5, present=True, lost=False)
+    assert told == Now(state=State.STARTING, nodes=(node,), heard=0.5)
+
+
+def test_a_session_without_a_launcher_trains_from_its_load_or_save_on() -> None:
+    session = replace(START, generation=0)
+    for record in (
+        Loaded(32.0, 32.0, 0, 60, "step-60", 1, 0.1, ""),
+        Saved(32.0, 32.0, 0, 60, "step-60", 1, 0.1, ""),
+    ):
+        told = after(session, record)
+        assert (told.state, told.step, told.ranks) == (State.TRAINING, 60, 4)
+
+
+def test_what_two_leaders_write_is_counted_once() -> None:
+    told = NowFold()
+    for node in ("n0", "n1"):
+        told.take(Saved(20.0, 20.0, 1, 40, "step-40", 9, 0.1, ""), node)
+        told.take(SaveLost(22.0, 22.0, 1, 60, 0.1, "full"), node)
+        told.take(FAULT, node)
+        told.take(RESTART, node)
+    now = told.now()
+    assert (now.saves, now.saves_lost, now.faults, now.restarts) == (1, 1, {"crash": 1}, 1)
+
+
+def test_a_rate_ends_with_the_steps_and_with_the_run() -> None:
+    steps = [progress(12.0 + at, 100 * at) for at in range(0, 65, 5)]
+    hang = [progress(72.0 + at, 6000) for at in range(5, 125, 5)]
+    assert after(START, BEGUN, TRAINS, *steps).rate == 100.0
+    assert (after(START, BEGUN, TRAINS, *steps, *hang[:6]).rate or 100.0) < 70.0
+    assert after(START, BEGUN, TRAINS, *steps, *hang).rate is None
+    assert after(START, BEGUN, TRAINS, *steps, RunEnded(76.0, 76.0, 1, 6000, 0, "done")).rate is None
+    assert after(START, BEGUN, TRAINS, *steps, FAULT, RESTART).rate is None
+
+
+def test_a_fault_without_an_action_and_an_end_without_a_fault_are_no_incidents() -> None:
+    ignored = replace(RESTART, action="none")
+    stop = replace(RESTART, action="stop", reason="every rank finished")
+    told = after(START, BEGUN, FAULT, ignored, stop)
+    assert (told.incident, told.faults, told.restarts, told.state) == (None, {}, 0, State.STARTING)

@@ -255,35 +255,3 @@ def test_a_load_keeps_what_was_said_of_the_checkpoint_unless_it_was_only_committ
         CheckpointSeen("step-3.g1", 3, 106.0, ("global",), "suspect", "the newest"),
         CheckpointSeen("step-4.g1", -1, 107.0, (), "pruned", "3 newer ones are kept"),
     )
-
-
-def test_of_more_saves_one_is_marked_in_each_four_hundredth_of_the_time() -> None:
-    places = [at + part for at in range(400) for part in (0.25, 0.75)]
-    shown = after(BEGAN, *(saved(100.0 + at, number) for number, at in enumerate([*places, 400.0])))
-    assert shown.wall == 400.0
-    assert shown.saves == (*places[1::2], 400.0)
-
-
-def test_a_log_that_is_too_long_keeps_the_last_of_several_notes_in_a_row() -> None:
-    notes = [note(101.0 + at) for at in range(10)]
-    steps = [step(120.0 + at) for at in range(3)]
-    kept = after(BEGAN, *notes, *steps, most=3)
-    assert (kept.began, kept.wall, kept.dropped) == (120.0, 2.0, 2)
-    kept = after(BEGAN, *notes, *steps, note(130.0), note(131.0), note(132.0), most=3)
-    assert (kept.began, kept.wall, kept.dropped) == (121.0, 11.0, 3)
-
-
-def test_the_newest_fifty_signs_of_devices_are_shown() -> None:
-    xids = [Telemetry(101.0 + at, 0.0, 1, "n0", "xid", at, "", {"xid": 79.0}, "lost") for at in range(51)]
-    silent = Telemetry(200.0, 0.0, 1, "n0", "silence", -1, "", {}, "no answer")
-    device = Telemetry(201.0, 0.0, 1, "n0", "device", 0, "", {}, "")
-    assert after(BEGAN, *xids, device).signs == tuple(xids[1:])
-    assert after(BEGAN, *xids, silent).signs == (*xids[2:], silent)
-
-
-def test_the_newest_two_hundred_generations_and_fifty_checkpoints_are_shown() -> None:
-    starts = [GenerationStarted(101.0, 1.0, at, 4, (70,), "zygote", "") for at in range(201)]
-    shown = after(BEGAN, *starts, *(saved(102.0, step) for step in range(51)))
-    assert [one.number for one in shown.generations] == list(range(1, 201))
-    assert [one.step for one in shown.checkpoints] == list(range(1, 51))
-    assert (shown.generations_left_out, shown.checkpoints_left_out) == (1, 1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outlast.observe.policy.goodput import AGENT_DEATH, fold
-from outlast.observe.policy.trace import Slice, Tracks, left_out, steps, trace_events, tracks
+from outlast.observe.policy.trace import Slice, Tracks, steps, trace_events, tracks
 from outlast.recovery.policy.events import (
     ActionTaken,
     FaultSeen,
@@ -141,12 +141,6 @@ def test_a_run_is_shown_as_slices_by_process_and_track() -> None:
     assert shown.replace(died, "DIED") == SHOWN
 
 
-def test_a_checkpoint_does_not_begin_before_the_log() -> None:
-    saved = Saved(0.5, 0.5, 1, 4, "step-4", 900, 2.0, "asked for")
-    slices = of(START, saved, replace(saved, time=3.0, clock=3.0, seconds=-1.0))["job", "checkpoints"]
-    assert [(one.begin, one.end) for one in slices] == [(0.0, 0.5), (3.0, 3.0)]
-
-
 def test_an_incident_ends_where_the_next_one_of_the_rank_begins() -> None:
     again = (
         replace(HANG, time=11.0, clock=11.0, generation=2, since=9.0),  # before its first step was told
@@ -193,14 +187,3 @@ def test_the_events_name_processes_and_tracks_before_their_slices() -> None:
         a_slice("detect", 500_000.0, 250_000.0, 2, 2),
         {"ph": "C", "name": "step", "ts": 1_250_000.0, "pid": 1, "tid": 0, "args": {"step": 7}},
     ]
-
-
-def test_of_a_long_track_the_newest_50000_are_kept_and_the_rest_is_counted() -> None:
-    counted = [(float(at), at) for at in range(50_003)]
-    shown = {
-        ("job", "rank 0"): [Slice("hang: stop", 0.0, 1.0)] * 50_002,
-        ("job", "rank 1"): [Slice("", 0, 1)],
-    }
-    assert left_out(shown, counted) == 5
-    _, first, *_, last = trace_events({}, counted)  # after the name of the job
-    assert (first["args"], last["args"]) == ({"step": 3}, {"step": 50_002})

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.launching import Run, running, until
 from tests.support.nvml_library import StandIn
 
@@ -139,6 +141,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         until(lambda: note in run.console(), run.console)
 
 
+@pytest.mark.long
 def test_without_telemetry_nothing_is_asked(tmp_path: Path) -> None:
     job = Job(tmp_path, telemetry="off")
     job.driver.put(0, lingers=1000)
@@ -149,6 +152,7 @@ def test_without_telemetry_nothing_is_asked(tmp_path: Path) -> None:
         assert job.notes() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_is_replaced_while_others_stay_waits_for_its_own_memory(tmp_path: Path) -> None:
     job = Job(tmp_path, REENTERING)
     job.driver.put(1, lingers=LINGERS)
@@ -163,6 +167,7 @@ def test_a_rank_that_is_replaced_while_others_stay_waits_for_its_own_memory(tmp_
         assert same == kept
 
 
+@pytest.mark.long
 def test_a_kept_rank_that_is_killed_as_it_does_not_leave_is_replaced_when_its_memory_is_free(
     tmp_path: Path,
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
     assert found.until(in_the_ledger, "an entry in the node ledger") == ["failing"]
 
 
+@pytest.mark.long
 def test_a_failing_node_is_replaced_after_a_save_that_a_framework_makes_by_its_own_means(
     tmp_path: Path, job: Callable[..., Agents]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_driver_that_hangs_leads_to_a_save(chain: Chain) -> None:
         assert chain.run.records("fault_seen") == []
 
 
+@pytest.mark.long
 def test_a_healthy_device_leads_to_none(chain: Chain) -> None:
     with running(chain.run, **chain.driver.environment):
         chain.trains()
@@ -87,6 +88,7 @@ def steps_of(job: Agents, rank: int) -> list[int]:
     return [int(line) for line in (job.trace / f"steps-{rank}").read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sign", ["XID 79", "a hung driver"])
 def test_a_spare_takes_over_and_no_step_is_done_twice(tmp_path: Path, sign: str) -> None:
     driver, log, config = StandIn(tmp_path), tmp_path / "kernel.log", tmp_path / "outlast.toml"

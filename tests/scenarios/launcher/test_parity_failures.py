@@ -9,76 +9,38 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.launching import is_gone, until
-from tests.support.parity import LAUNCHERS, SCRIPTS, Launched, command, environment, launch, skip_without
+from tests.support.parity import LAUNCHERS, SCRIPTS, command, environment, launch, skip_without
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.long]
 SCRIPT = str(SCRIPTS / "parity_note.py")
 TWO = ("--nproc-per-node=2", "--standalone", "--monitor-interval=0.1")
 
 
-@pytest.fixture(scope="module")
-def failed(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """Return a launch that was allowed one restart, in which rank 1 fails again and again."""
-    folder = tmp_path_factory.mktemp(launcher)
+@LAUNCHERS
+def test_a_failure(launcher: str, tmp_path: Path) -> None:
+    """One restart was allowed, and rank 1 fails again and again."""
+    (tmp_path / "error.json").write_text("of a run before")
     words = ("--max-restarts=1", "--log-dir=logs", "-r", "3", SCRIPT)
     does = ("rank=1", "says=the root cause", "exit=3", "others_sleep=60")
-    (folder / "error.json").write_text("of a run before")
-    return launch(
-        launcher,
-        folder,
-        *TWO,
-        *words,
-        *does,
-        variables={"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
-    )
-
-
-@LAUNCHERS
-class TestAFailure:
-    def test_the_launcher_fails(self, failed: Launched) -> None:
-        assert failed.code != 0
-
-    def test_there_were_as_many_attempts_as_allowed(self, failed: Launched) -> None:
-        attempts = [note["environment"]["TORCHELASTIC_RESTART_COUNT"] for note in failed.notes()]
-        assert set(attempts) == {"0", "1"}
-
-    @pytest.mark.parametrize("attempt", [0, 1])
-    def test_each_attempt_has_its_logs(self, failed: Launched, attempt: int) -> None:
-        found = failed.logs() / f"attempt_{attempt}"
-        assert sorted(path.name for path in found.iterdir()) == ["0", "1"]
-        assert {path.name for path in (found / "1").iterdir()} == {"stdout.log", "stderr.log", "error.json"}
-
-    @pytest.mark.parametrize("attempt", [0, 1])
-    def test_each_attempt_keeps_the_error_of_its_rank(self, failed: Launched, attempt: int) -> None:
-        text = (failed.logs() / f"attempt_{attempt}" / "1" / "error.json").read_text()
-        assert json.loads(text)["message"]["message"] == "ValueError: the root cause"
-        assert not (failed.logs() / f"attempt_{attempt}" / "0" / "error.json").exists()
-
-    def test_nothing_is_left_running(self, failed: Launched) -> None:
-        assert all(is_gone(note["pid"]) for note in failed.notes())
-
-    @pytest.mark.parametrize(
-        ("path", "expected"),
-        [
-            (["message"], "ValueError: the root cause"),
-            (["errorCode"], 3),
-            (["extraInfo", "py_callstack"], "a\nb"),
-            (["extraInfo", "timestamp"], "7"),
-        ],
-        ids=str,
-    )
-    def test_the_error_file_of_the_launcher_is_a_copy(
-        self, failed: Launched, path: list[str], expected: Any
-    ) -> None:
-        found = json.loads((failed.folder / "error.json").read_text())["message"]
-        for key in path:
-            found = found[key]
-        assert found == expected
+    variables = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    failed = launch(launcher, tmp_path, *TWO, *words, *does, variables=variables)
+    assert failed.code != 0
+    assert {note["environment"]["TORCHELASTIC_RESTART_COUNT"] for note in failed.notes()} == {"0", "1"}
+    for attempt in range(2):
+        logs = failed.logs() / f"attempt_{attempt}"
+        assert sorted(path.name for path in logs.iterdir()) == ["0", "1"]
+        assert {path.name for path in (logs / "1").iterdir()} == {"stdout.log", "stderr.log", "error.json"}
+        message = json.loads((logs / "1" / "error.json").read_text())["message"]["message"]
+        assert message == "ValueError: the root cause"
+        assert not (logs / "0" / "error.json").exists()
+    assert all(is_gone(note["pid"]) for note in failed.notes())
+    copied = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (copied["message"], copied["errorCode"]) == ("ValueError: the root cause", 3)
+    assert copied["extraInfo"] == {"py_callstack": "a\nb", "timestamp": "7"}
 
 
 @LAUNCHERS
@@ -151,30 +113,21 @@ def started(words: list[str], folder: Path, **variables: str) -> Iterator[subpro
         process.wait(60)
 
 
-@pytest.fixture(scope="module")
-def timed(launcher: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """Return a launch in which rank 1 starts a timer and does not release it."""
-    words = ("--max-restarts=0", SCRIPT, "rank=1", "timer=1", "sleep=120", "others_sleep=120")
-    variables = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
-    done = launch(launcher, tmp_path_factory.mktemp(launcher), *TWO, *words, variables=variables)
-    yield done
-    for note in done.notes():  # torchrun ends itself as well, and leaves the other rank behind
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(note["pid"], signal.SIGKILL)
-
-
 @LAUNCHERS
-class TestATimer:
-    def test_a_file_is_named_to_all_ranks(self, timed: Launched) -> None:
-        files = {note["environment"]["TORCHELASTIC_TIMER_FILE"] for note in timed.notes()}
-        assert len(files) == 1
-        assert next(iter(files)).startswith("/")
-
-    def test_a_worker_whose_time_is_over_is_ended(self, timed: Launched) -> None:
+def test_a_worker_that_does_not_release_its_timer_is_ended(launcher: str, tmp_path: Path) -> None:
+    words = ("--max-restarts=0", SCRIPT, "rank=1", "timer=1", "sleep=120", "others_sleep=120")
+    timed = launch(launcher, tmp_path, *TWO, *words, variables={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+    try:
+        (file,) = {note["environment"]["TORCHELASTIC_TIMER_FILE"] for note in timed.notes()}
+        assert file.startswith("/")
         assert timed.code != 0
         (pid,) = [note["pid"] for note in timed.notes() if note["environment"]["RANK"] == "1"]
         until(lambda: is_gone(pid), "the rank to end")
-        assert not (timed.folder / "slept-1").exists()
+        assert not (tmp_path / "slept-1").exists()
+    finally:
+        for note in timed.notes():  # torchrun ends itself as well, and leaves the other rank behind
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(note["pid"], signal.SIGKILL)
 
 
 @LAUNCHERS

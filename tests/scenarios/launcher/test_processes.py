@@ -162,7 +162,7 @@ def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path) -> N
         others.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
     tmp_path: Path, number: int
 ) -> None:
@@ -203,7 +203,7 @@ def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: P
     assert runtime_folders(run.process.pid) == []
 
 
-@pytest.mark.parametrize("sudden", [True, False])
+@pytest.mark.parametrize("sudden", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, sudden: bool) -> None:
     """At once, if workers are to be started; else soon."""
     with running(Training(tmp_path, steps=200)) as run:
@@ -274,7 +274,7 @@ NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
     subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
     reason="namespaces of processes cannot be made here",
 )
-@pytest.mark.parametrize("end", ["job", "agent"])
+@pytest.mark.parametrize("end", ["job", pytest.param("agent", marks=pytest.mark.long)])
 def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_path: Path, end: str) -> None:
     (tmp_path / "rank.sh").write_text(ENDS_EARLY)
     words = ("sh", str(tmp_path / "rank.sh"), str(tmp_path))

@@ -115,25 +115,19 @@ def test_a_partial_line_is_shown_and_ctrl_c_ends_the_job(tmp_path: Path) -> None
         assert found.finish() == 128 + signal.SIGINT, found.shown
 
 
-def test_several_ranks_have_the_terminal_itself_where_nothing_is_kept(tmp_path: Path) -> None:
-    with on_terminal(run_of(tmp_path, "--nproc-per-node=2", "--redirects=0")) as found:
-        assert found.finish() == 0, found.shown
-    assert found.shown.count(b"sees True True (111, 33)") == 2
-    assert list(tmp_path.rglob("stdout.log")) == []
-
-
-def test_several_ranks_have_lines_with_a_prefix(tmp_path: Path) -> None:
-    with on_terminal(run_of(tmp_path, "--nproc-per-node=2")) as found:
+@pytest.mark.parametrize(
+    ("options", "terminals"),
+    [(("--redirects=0",), 2), (("--local-ranks-filter=1",), 1), ((), 0)],
+    ids=["nothing is kept", "one rank is shown", "lines have a prefix"],
+)
+def test_several_ranks(tmp_path: Path, options: tuple[str, ...], terminals: int) -> None:
+    with on_terminal(run_of(tmp_path, "--nproc-per-node=2", *options)) as found:
         assert found.finish() == 0, found.shown
     shown = found.shown.decode()
-    assert "0| sees False False None" in shown
-    assert "1| sees False False None" in shown
-
-
-def test_the_one_rank_that_is_shown_has_the_terminal(tmp_path: Path) -> None:
-    with on_terminal(run_of(tmp_path, "--nproc-per-node=2", "--local-ranks-filter=1")) as found:
-        assert found.finish() == 0, found.shown
-    assert found.shown.count(b"sees True True (111, 33)") == 1
+    assert shown.count("sees True True (111, 33)") == terminals
+    for rank in range(2):
+        assert (f"{rank}| sees False False None" in shown) is (not options)
+    assert bool(list(tmp_path.rglob("stdout.log"))) is (options != ("--redirects=0",))
 
 
 TRAINS = """

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.launching import DEADLINE, SCRIPTS
 
 
+@pytest.mark.long
 def test_making_an_iterator_again_changes_no_bit(tmp_path: Path) -> None:
     leaves_out = () if importlib.util.find_spec("torchdata") else ("--without", "stateful")
     words = [sys.executable, SCRIPTS / "loaders.py", tmp_path, *leaves_out]

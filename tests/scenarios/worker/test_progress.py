@@ -28,7 +28,9 @@ def reported(run: Run) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("how", ["announce", "late", "steps"])
+@pytest.mark.parametrize(
+    "how", ["announce", *(pytest.param(one, marks=pytest.mark.long) for one in ("late", "steps"))]
+)
 def test_a_job_that_gets_on_by_its_own_checkpoints_is_not_ended(tmp_path: Path, how: str) -> None:
     """Each life is killed after 22 steps of its own, four times: at 22, 42, 62 and 82."""
     with running(launch(tmp_path, how, "--max-restarts", "1")) as run:

@@ -66,7 +66,7 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("start", ["zygote", "cold"])
+@pytest.mark.parametrize("start", ["zygote", pytest.param("cold", marks=pytest.mark.long)])
 def test_the_first_file_that_a_script_opens_has_number_3(tmp_path: Path, start: str) -> None:
     more = ("--no-zygote",) if start == "cold" else ()
     with running(Run(tmp_path / "run", script(tmp_path, FIRST), str(tmp_path), options=more)) as run:
@@ -74,6 +74,7 @@ def test_the_first_file_that_a_script_opens_has_number_3(tmp_path: Path, start: 
     assert "first 3 of [0, 1, 2, 3]" in run.console()
 
 
+@pytest.mark.long
 def test_stacks_of_a_hang_are_never_written_to_a_file_of_the_script(tmp_path: Path) -> None:
     data = tmp_path / "data"
     options = ("--max-restarts=0", "--ft-initial-rank-heartbeat-timeout=10")
@@ -83,7 +84,7 @@ def test_stacks_of_a_hang_are_never_written_to_a_file_of_the_script(tmp_path: Pa
     assert data.read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("when", [pytest.param("early", marks=pytest.mark.long), "late"])
 def test_a_script_that_closes_all_descriptors_ends_as_any_other(tmp_path: Path, when: str) -> None:
     data = tmp_path / "data"
     data.write_bytes(b"")

@@ -44,7 +44,13 @@ def calm(folder: Path, how: str) -> dict[str, Any]:
     return ended(done.stdout)
 
 
-@pytest.mark.parametrize(("tier", "where"), [(tier, one) for tier in PLACES for one in PLACES[tier]])
+def cases(places: dict[str, tuple[str, ...]], *short: tuple[str, str]) -> list[Any]:
+    """Return a row for each tier and place; all but some are long."""
+    every = [(tier, one) for tier in places for one in places[tier]]
+    return [pytest.param(*one, marks=[] if one in short else pytest.mark.long) for one in every]
+
+
+@pytest.mark.parametrize(("tier", "where"), cases(PLACES, ("disk", "middle"), ("memory", "last")))
 def test_a_killed_run_goes_on_from_the_step_that_was_saved(
     tier: str, where: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -61,7 +67,7 @@ def test_a_killed_run_goes_on_from_the_step_that_was_saved(
     assert found == {**expected, "restored": found["restored"]}
 
 
-@pytest.mark.parametrize(("tier", "where"), [(tier, one) for tier in REFUSED for one in REFUSED[tier]])
+@pytest.mark.parametrize(("tier", "where"), cases(REFUSED, ("disk", "wait")))
 def test_a_state_that_is_no_step_s_is_refused(tier: str, where: str, tmp_path: Path) -> None:
     done = train(tmp_path / "run", where, tier)
     assert done.returncode != 0
@@ -70,6 +76,7 @@ def test_a_state_that_is_no_step_s_is_refused(tier: str, where: str, tmp_path: P
     assert copies == ([f"step-{AT + 1:09d}"] if where == "changed" else [])
 
 
+@pytest.mark.long
 def test_one_rank_alone_that_asks_within_a_step_saves_with_all(tmp_path: Path) -> None:
     results = []
     for words in (("nowhere", "disk"), ("middle", "disk", str(tmp_path / "mark"), "1")):

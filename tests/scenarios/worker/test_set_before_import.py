@@ -64,6 +64,7 @@ def under_outlast(
     return run, answers(folder)
 
 
+@pytest.mark.long
 def test_nothing_is_imported_at_the_first_statement(tmp_path: Path) -> None:
     theirs = under_torchrun(tmp_path / "theirs")
     run, mine = under_outlast(tmp_path / "mine")
@@ -76,6 +77,7 @@ def test_nothing_is_imported_at_the_first_statement(tmp_path: Path) -> None:
         assert {name: found[name] for name in DEFAULT} == DEFAULT
 
 
+@pytest.mark.long
 def test_all_that_is_set_before_the_import_has_its_effect(tmp_path: Path) -> None:
     theirs = under_torchrun(tmp_path / "theirs", *ALL)
     run, mine = under_outlast(tmp_path / "mine", *ALL)
@@ -89,6 +91,7 @@ def test_all_that_is_set_before_the_import_has_its_effect(tmp_path: Path) -> Non
     assert sorted(one["rank"] for one in run.records("started_again")) == [0, 1]
 
 
+@pytest.mark.long
 def test_what_is_set_after_torch_and_before_its_compiler_has_its_effect(tmp_path: Path) -> None:
     words = ("import", "TORCHINDUCTOR_MAX_AUTOTUNE=1")
     theirs = under_torchrun(tmp_path / "theirs", *words)
@@ -96,6 +99,7 @@ def test_what_is_set_after_torch_and_before_its_compiler_has_its_effect(tmp_path
     assert [one["autotune"] for one in mine] == [one["autotune"] for one in theirs] == [True, True]
 
 
+@pytest.mark.long
 def test_after_a_restart_the_zygote_has_imported_under_what_the_script_sets(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import warm
 from tests.support.launching import DEADLINE, SCRIPTS, Run
 from tests.support.ranks import copies, lines, ranks
@@ -56,6 +58,7 @@ def test_it_goes_on_bit_for_bit_after_a_sigkill(tmp_path: Path) -> None:
     assert STEPS in copies(tmp_path / "killed" / "run")
 
 
+@pytest.mark.long
 def test_a_notice_ends_the_loop_after_the_same_step_and_the_same_command_goes_on(tmp_path: Path) -> None:
     with ranks(tmp_path / "told", "pace=0.05", script="own_loop.py") as job:
         job.reach(3)

@@ -89,6 +89,7 @@ def test_a_restart_is_forked_from_a_zygote_that_has_imported_what_the_ranks_impo
     )
 
 
+@pytest.mark.long
 def test_what_must_not_be_inherited_by_a_fork_is_left_out_by_name(tmp_path: Path, lib: Path) -> None:
     install(
         lib,
@@ -118,6 +119,7 @@ def test_what_must_not_be_inherited_by_a_fork_is_left_out_by_name(tmp_path: Path
         assert because.get(name, "") in left_out[name], left_out
 
 
+@pytest.mark.long
 def test_what_ends_a_zygote_or_its_forks_is_left_out_by_name(tmp_path: Path, lib: Path) -> None:
     in_zygote = "import sys\nif hasattr(sys.modules['__main__'], 'Seat'):\n    "
     install(
@@ -135,6 +137,7 @@ def test_what_ends_a_zygote_or_its_forks_is_left_out_by_name(tmp_path: Path, lib
     assert "RuntimeError: here" in left_out["raises"]
 
 
+@pytest.mark.long
 def test_a_script_that_sets_variables_before_its_imports_is_served_right(tmp_path: Path, lib: Path) -> None:
     install(
         lib,
@@ -166,6 +169,7 @@ def test_a_script_that_sets_variables_before_its_imports_is_served_right(tmp_pat
     assert kept["names"] == ["fixed"], "values of variables are not kept"
 
 
+@pytest.mark.long
 def test_the_next_launch_imports_ahead_what_an_earlier_one_has_learned(tmp_path: Path, lib: Path) -> None:
     install(lib, plain="")
     launch(tmp_path, "plain")
@@ -179,6 +183,7 @@ def test_the_next_launch_imports_ahead_what_an_earlier_one_has_learned(tmp_path:
     assert any(str(kept) in line and "666" in line for line in run.console().splitlines())
 
 
+@pytest.mark.long
 def test_what_was_learned_is_imported_ahead_for_a_script_that_does_not_name_torch(
     tmp_path: Path, lib: Path
 ) -> None:

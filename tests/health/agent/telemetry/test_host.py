@@ -84,12 +84,6 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_read(root: Path) -> None:
     assert "processors: " in found.error
 
 
-def test_an_empty_host_raises_nothing(tmp_path: Path) -> None:
-    found = read(Host("n", Disk(str(tmp_path / "gone")), 10.0, tmp_path))
-    assert found.ports == ()
-    assert found.error
-
-
 def test_a_disk_that_has_not_answered_for_long_is_not_known(root: Path) -> None:
     disk = Disk(str(root))
     disk.sample(0.0)

@@ -61,12 +61,6 @@ def test_other_lines_are_passed_over(log: Path, line: str) -> None:
     assert xids(reader) == []
 
 
-def test_a_number_that_is_no_xid_is_passed_over(log: Path) -> None:
-    reader = KernelLog(str(log), "n", {}, -2)
-    append(log, f"NVRM: Xid (PCI:0000:3b:00): {'9' * 4000}, text")
-    assert xids(reader) == [(79, -1, "0000:3b:00")]
-
-
 def test_half_a_line_waits_for_the_rest(log: Path) -> None:
     reader = KernelLog(str(log), "n", {})
     assert xids(reader) == []

@@ -65,12 +65,6 @@ def test_each_call_has_the_whole_timeout() -> None:
         assert reports(watch, 8) == []
 
 
-def test_no_call_is_no_silence() -> None:
-    _, thread, watch = made()
-    thread.calling = False
-    assert reports(watch, 100) == []
-
-
 def test_the_first_call_of_a_driver_has_six_times_as_long() -> None:
     source, _, watch = made()
     source.starting = True
