@@ -18,6 +18,7 @@ from outlast.cluster.policy.events import (
 )
 from outlast.cluster.policy.job_controller import JobController
 from outlast.cluster.policy.members import (
+    Answered,
     Decision,
     GrowthWanted,
     Heard,
@@ -135,6 +136,8 @@ def happens(found: Membership, now: float, what: str, *words: str) -> list[Decis
             said += found.handle(Left(name, "gone"), now)
         elif what == "unfit":
             said += found.handle(Unfit(name, "bad"), now)
+        elif what == "pong":  # of its channel; its agent may be busy
+            said += found.handle(Answered(name, options.get("incarnation", "1"), 0.5), now)
         elif what == "hear":
             said += found.handle(Heard(name, options.get("incarnation", "1"), "busy" not in options), now)
     return said

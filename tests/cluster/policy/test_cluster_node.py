@@ -475,6 +475,14 @@ def replies(node: ClusterNode, *names: str, now: float) -> list[Order]:
     return said
 
 
+def test_a_leader_takes_what_it_sees_itself() -> None:
+    node = leading()
+    replies(node, "n2", "n3", now=1010.3)
+    assert node.tell(AllStarted(1), 1, 1010.4) == []
+    assert node.seen(Seen(1, (), 1.0), 5.0, 1010.5) == []
+    assert node.timed(TimingReport(1, ()), 1010.5) == []
+
+
 def test_the_newer_of_two_jobs_of_a_name_goes_on() -> None:
     node = leading()
     assert only(Reset, node.handle("n9#1", Beacon("run", 7, "n9#1", "n9:1"), 1010.5)).after == 7

@@ -33,6 +33,7 @@ from outlast.cluster.policy.messages import (
     JoinAccepted,
     NodeStatus,
     NumberedEvent,
+    Quiesce,
     Record,
     RecordMissing,
     StatusReport,
@@ -472,3 +473,30 @@ def test_heartbeats_do_not_begin_the_comparison_of_ranks_anew(status: NodeStatus
     state, _ = begun(2, spares=1, stragglers=StragglerOptions(action="replace", window=4))
     said = slow_windows(state, range(1, 25), status)
     assert "n1" in only(Log, said).reason
+
+
+def test_nodes_are_called_again_and_again_until_something_is_proposed() -> None:
+    state, _ = begun(3)
+    assert state.calls(5.0, 0.5) == []
+    order = Quiesce(2, "an error")
+    state.begin_call(QuiesceNodes(("n0", "n1"), order))
+    first = state.calls(5.0, 0.5)
+    assert first == [order, SendMessage("n1#1", order, "n1:1")]
+    assert state.calls(5.49, 0.5) == []
+    assert state.calls(5.5, 0.5) == first
+    state.begin_call(QuiesceNodes(("n2",), order))
+    joined = [*first, SendMessage("n2#1", order, "n2:1")]
+    assert state.calls(5.6, 0.5) == joined, "a new one goes at once, and the others are asked as before"
+    state.begin_call(QuiesceNodes(("n2",), replace(order, generation=3)))
+    assert state.calls(5.7, 0.5) == [SendMessage("n2#1", replace(order, generation=3), "n2:1")]
+    state.call = None
+    assert state.calls(9.0, 0.5) == []
+
+
+def test_a_failing_node_is_replaced_after_any_save_where_ranks_cannot_be_held() -> None:
+    state = about_to_fail()
+    state.take("n0#1", replace(REPORT, round=2), 1.1)
+    state.take("n1#1", replace(REPORT, round=2), 1.2)
+    assert state.steps_due(5.0, 0.5) == [], "they are not asked any more"
+    assert failing(saved(state, 4)) == []
+    assert failing(saved(state, 5)) == ["n1"]

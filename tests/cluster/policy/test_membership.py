@@ -141,6 +141,16 @@ SCRIPTS: dict[str, tuple[JobSpec, str]] = {
         SPEC,
         THREE + "0.25 hear n1; 5 look n0 n2 ->; 5.24 tick ->; 5.25 tick -> lost n1 ends 1; 5.3 hear n1 -> no",
     ),
+    "a busy agent whose channel answers": (
+        SPEC,
+        THREE
+        + """4.9 pong n1 ->; 5 look n0 n2 -> waits; 9.75 look n0 n2 ->; 10 look n0 n2 -> lost n1 ends 1
+        10 pong n9 -> no""",
+    ),
+    "one that is busy for too long": (
+        replace(SPEC, ping_timeout=40.0),
+        THREE + "39 pong n1; 40 look n0 n2 -> waits; 59.75 look n0 n2 ->; 60 look n0 n2 -> lost n1 ends 1",
+    ),
     "one gap of the leader": (SPEC, THREE + "0.5 tick ->; 90 tick ->; 90.5 hear n0 n1 n2; 90.5 tick ->"),
     "silent before the gap, too": (
         SPEC,
