@@ -155,14 +155,6 @@ def test_stock_dcp_loads_what_was_exported(tmp_path: Path) -> None:
     assert wanted["optimizer"]["param_groups"] == job.optimizer.state_dict()["param_groups"]
 
 
-@QUIET
-def test_out_to_dcp_and_in_again_is_the_same(tmp_path: Path) -> None:
-    job = saved_job(tmp_path)
-    export_dcp(DirectoryTier(tmp_path), NAME, tmp_path / "dcp", ("optimizer", "model", "scheduler"))
-    import_dcp(tmp_path / "dcp", DirectoryTier(tmp_path / "run"), Origin("run-a", 3, ORIGIN.kinds, 5))
-    assert_goes_on(tmp_path / "run", job, 5)
-
-
 class Evil:
     """Leaves a trace when it is unpickled."""
 

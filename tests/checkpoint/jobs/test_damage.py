@@ -135,7 +135,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_a_copy_that_may_not_be_read_is_passed_over_but_not_moved() -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # which anybody may look into
         folder = Path(name)
         folder.chmod(0o755)
         content = save_steps(folder, 1, 2)

@@ -62,9 +62,8 @@ def test_a_node_of_the_last_session_asks_and_who_was_not_in_it_does_not() -> Non
     assert found.left.keys() == {"c"}
     assert found.ask(since=4) == {"parts": [], "silent": {}}
     torn = Torn("step-000000005.g3", "session s3", (2,))
-    assert found.with_reasons(torn, {"c": "no route"}).why == (
-        "node c does not answer, which left and may have it: no route",
-    )
+    (why,) = found.with_reasons(torn, {"c": "no route"}).why
+    assert all(word in why for word in ("node c", "no route"))
     later = replace(torn, name="step-000000005.g4")
     assert found.with_reasons(later, {"c": "no route"}) == later
 

@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from outlast.checkpoint.save import staging
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
-from outlast.errors import NoUsableCheckpoint, SaveFailed
+from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import Note, SaveLost
 from tests.support.jobs import DEADLINE, Job, checkpointer, together
 from tests.support.launching import until
@@ -27,17 +26,6 @@ from tests.support.memory_nodes import Node, flip, train_and_save
 from tests.support.mounts import mounted, needs_root
 
 TENSORS = "rank-00000-of-00001.safetensors"
-
-
-def test_the_newest_state_comes_back_from_memory_and_older_ones_are_on_disk(node: Node) -> None:
-    job = Job(0)
-    content = train_and_save(node.join(job), job, range(1, 8), lambda step: step == 4)
-    node.in_memory(7)
-    other = Job(99)
-    node.join(other, generation=2)
-    assert (node.loaded().step, "memory" in node.loaded().reason) == (7, True)
-    assert other.content() == content[7]
-    until(lambda: DirectoryTier(node.durable).names() == [copy_name(4, 1)], "step 4 on disk")
 
 
 def test_an_owner_with_more_than_1024_files_open_is_served(node: Node) -> None:
@@ -242,36 +230,6 @@ def test_a_copy_that_is_not_made_leaves_nothing_of_what_was_written_ahead_of_it(
     other = Job(99, width=300)
     node.join(other, generation=2)
     assert (node.loaded().step, other.content()) == (2, content[2])
-
-
-@needs_root
-def test_a_full_disk_loses_saves_and_ends_the_job_after_three(node: Node, tmp_path: Path) -> None:
-    node.durable.mkdir()
-    job = Job(0, width=200)
-    with mounted(node.durable, "-t", "tmpfs", "-o", "size=100k", "tmpfs"):
-        saver = node.join(job)
-        for step in range(1, 4):
-            job.train()
-            assert saver.stage(Order(step, True, "a test"), job.state)
-            if step < 3:
-                assert not saver.durable(step)
-        with pytest.raises(SaveFailed):
-            saver.durable(3)
-        with pytest.raises(SaveFailed, match="No space left on device"):
-            saver.stage(Order(4, True, "a test"), job.state)
-        assert len(node.logged("save_lost")) == 3
-        assert all("No space left on device" in one["reason"] for one in node.logged("save_lost"))
-        other = Job(99, width=200)
-        node.join(other, generation=2)
-        assert (node.loaded().step, other.content()) == (3, job.content())
-        node.cut_off()
-        assert os.listdir(node.durable) == []
-        assert any(str(node.memory.root) in one["reason"] for one in node.logged("note"))
-    node.join(other := Job(98, width=200), generation=3)
-    assert (node.loaded().step, other.content()) == (3, job.content())
-    node.cut_off()
-    assert os.listdir(node.durable) == [copy_name(3, 1)]
-    assert not node.memory.root.exists()
 
 
 @needs_root

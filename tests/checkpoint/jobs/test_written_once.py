@@ -134,23 +134,6 @@ def blank(jobs: list[Replica]) -> list[Replica]:
     return found
 
 
-def test_two_ranks_write_each_byte_once_to_memory_and_disk(make: Callable[[], Ranks]) -> None:
-    node = make()
-    alike = {"weight": big(1), "moment": big(2), "other": big(3, 1111)}
-    jobs = [Replica(rank, alike, {"mine": big(100 + rank, 128)}) for rank in range(2)]
-    node.join(jobs)
-    node.save(jobs, 1, durable=True)
-    memory = node.committed(1)
-    assert all(saver.durable(1) for saver in node.savers)
-    nbytes = sum(one.numel() * one.element_size() for one in alike.values())
-    disk = node.durable.folder / copy_name(1, 1)
-    for folder in (memory, disk):
-        assert nbytes < tensor_bytes(folder) < nbytes + (300 << 10)
-    assert verify(node.durable, copy_name(1, 1), None).state is CopyState.WHOLE
-    pooled = sum(path.stat().st_size for path in node.stage.pool.rglob("*") if path.is_file())
-    assert pooled < 3 * nbytes, "buffers, too, are not kept for more than is written"
-
-
 @pytest.mark.parametrize("near", [True, False])
 def test_any_state_comes_back_bit_for_bit(make: Callable[[], Ranks], near: bool) -> None:
     draw = random.Random(7)
@@ -274,18 +257,6 @@ def test_a_copy_that_lacks_a_shared_file_or_a_bit_of_it_is_not_loaded(make: Call
     fresh = blank(jobs)
     assert node.join(fresh, near=False) == [1, 1]
     assert [one.content() for one in fresh] == content[1]
-
-
-def test_what_two_ranks_saved_one_or_three_ranks_load(make: Callable[[], Ranks]) -> None:
-    node = make()
-    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
-    node.join(jobs)
-    node.save(jobs, 1, durable=True)
-    assert all(saver.durable(1) for saver in node.savers)
-    for world in (1, 3):
-        fresh = blank([jobs[0]] * world)
-        assert node.join(fresh, near=False) == [1] * world
-        assert all(one.content() == jobs[0].content() for one in fresh)
 
 
 def test_switched_off_each_rank_writes_all_of_its_own(make: Callable[[], Ranks]) -> None:

@@ -57,7 +57,7 @@ def test_a_full_disk_costs_saves_and_after_three_in_a_row_the_job(tmp_path: Path
         assert steps_of(run) == [1]
         (disk / "fill").unlink()
         newest = restored(run, **options)[run]
-        assert newest["restored"] >= 1
+        assert newest["restored"] == (4 if async_save else 1), "what did not go to disk stays in memory"
         assert newest["content"] == held.get(newest["restored"], newest["content"])
 
 
@@ -175,8 +175,7 @@ def test_when_all_that_is_near_is_lost_or_damaged_the_global_copy_is_loaded(tmp_
     shutil.rmtree(run / "checkpoints")
     found = restored(run, **options)[run]
     assert (found["restored"], found["content"]) == (arrived[-2], held[arrived[-2]])
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    for copy in far.glob("step-*"):
+    for copy in (*far.glob("step-*"), *(run / "checkpoints").glob("step-*")):
         flip(copy / TENSORS)
     found = restored(run, **options)[run]
     assert (found["error"], found["code"], found["unchanged"]) == ("NoUsableCheckpoint", 65, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_a_damaged_copy_in_memory_gives_way_to_one_on_disk(tmp_path: Path) -> No
     (loaded,) = run.records("loaded")
     assert loaded["step"] in (4, 8)
     assert [one["checkpoint"] for one in run.records("quarantined")] == [f"memory/{newest.name}"]
+
+
+def test_a_memory_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    with running(counting(tmp_path)) as run:
+        run.wait_step(50)
+        memory = memory_of(run)
+        shutil.rmtree(memory, ignore_errors=True)
+        at = last_step(tmp_path)
+        until(lambda: list((memory / "memory").glob("step-*")), run.console)
+        run.wait_step(at + 20)
+        os.kill(run.pids()[1], signal.SIGKILL)
+        until(lambda: run.records("loaded"), run.console)
+    assert run.records("loaded")[0]["step"] > at
 
 
 @pytest.mark.long
