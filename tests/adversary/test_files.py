@@ -354,7 +354,7 @@ def test_a_huge_file_in_a_copy_is_not_read_and_the_copy_before_is_loaded(tmp_pat
     os.truncate(newest / file, _HUGE)
     done = bounded("verify", tmp_path / "run", "--all")
     assert done.returncode == 65, done.stderr
-    assert f"{_HUGE} bytes" in done.stdout + done.stderr
+    assert str(_HUGE) in done.stdout + done.stderr
     assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])
 
 
