@@ -104,7 +104,7 @@ def test_a_spare_of_the_allocation_takes_the_place_of_a_killed_agent(
     lost = job.active()[-1]
     os.kill(job.agent(lost), signal.SIGKILL)
     job.waits(2)
-    assert len(job.records("run_started", node=lost)) == 2, "it is started again"
+    until(lambda: len(job.records("run_started", node=lost)) == 2, job.wanted("its next start"))
     assert [world for world, _ in job.restored()] == [2, 2]
     ended = job.ends()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0")
