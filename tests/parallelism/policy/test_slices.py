@@ -147,15 +147,6 @@ def test_blocks_are_the_part_and_none_is_larger_than_allowed(data: st.DataObject
 # By hand
 
 
-def test_what_is_left_around_a_part() -> None:
-    assert list(Part((0, 0), (4, 5)).without(Part((1, 2), (2, 1)))) == [
-        *(Part((0, 0), (1, 5)), Part((3, 0), (1, 5))),
-        *(Part((1, 0), (2, 2)), Part((1, 3), (2, 2))),
-    ]
-    assert list(Part((3,), (5,)).without(Part((3,), (2,)))) == [Part((5,), (3,))]
-    assert list(Part((3,), (5,)).without(Part((3,), (5,)))) == []
-
-
 def test_the_first_part_that_holds_an_element_gives_it() -> None:
     stored = [Part((2,), (3,)), Part((4,), (4,)), Part((20,), (9,)), Part((2,), (6,))]
     taken = [(0, Part((2,), (3,))), (1, Part((5,), (3,)))]
@@ -163,22 +154,6 @@ def test_the_first_part_that_holds_an_element_gives_it() -> None:
     assert cover(Part((2,), (6,)), stored) == (taken, [])
     assert cover(Part((2,), (0,)), stored) == ([], [])
     assert cover(Part((3,), (1,)), []) == ([], [Part((3,), (1,))])
-
-
-@pytest.mark.parametrize(
-    ("splits", "part"),
-    [
-        ([], Part((0, 0), (7, 4))),
-        ([Split(0, 3, 0)], Part((0, 0), (3, 4))),
-        ([Split(0, 3, 2)], Part((6, 0), (1, 4))),
-        ([Split(0, 5, 3)], Part((6, 0), (1, 4))),
-        ([Split(0, 5, 4)], Part((7, 0), (0, 4))),
-        ([Split(0, 2, 1), Split(0, 2, 1)], Part((6, 0), (1, 4))),
-        ([Split(0, 2, 1), Split(1, 2, 1)], Part((4, 2), (3, 2))),
-    ],
-)
-def test_the_part_of_a_rank(splits: list[Split], part: Part) -> None:
-    assert part_of((7, 4), splits) == part
 
 
 @pytest.mark.parametrize(
