@@ -94,6 +94,10 @@ TURNS: dict[str, tuple[tuple[Event, ...], dict[str, str | None]]] = {
     "too few": ((load(L100), CleanStep(104)), {L100: "verified"}),
     "a suspect that is fine": ((load(L100), bad(103), load(L100), CleanStep(105)), {L100: "proven"}),
     "proven, then bad": ((load(L100), CleanStep(105), load(L100), bad(104)), {L100: SUSPECT}),
+    "proven in between": (
+        (load(L100), bad(103), load(L100), CleanStep(105), load(L100), bad(103)),
+        {L100: SUSPECT},
+    ),
     "a rank that lags": ((load(L100), CleanStep(105), bad(101)), {L100: "proven"}),
     "an unknown step": ((load(L100), CleanStep(104), bad(-1)), {L100: SUSPECT}),
     "its path": (
@@ -167,13 +171,19 @@ def test_a_bad_replica_is_found_out_and_the_job_finishes() -> None:
     assert book.proven() == (again, L90)
 
 
+def test_a_copy_is_proven_once_and_a_suspect_or_one_that_was_only_saved_is_not() -> None:
+    book = book_of(Committed(L90), load(L100), CleanStep(105))
+    assert (book.proven(), book.handle(CleanStep(106))) == ((L100,), ())
+    assert book_of(Committed(L90), load(L100), bad(103)).proven() == ()
+
+
 def test_reasons_name_what_they_are_about() -> None:
     book = book_of(Committed(L90), load(L100), Committed(L102), bad(103))
     for one, words in ((L100, (NON_FINITE, "nan", "3")), (L102, (L100,))):
         assert all(word in book.reason(one) for word in words), book.reason(one)
     (change,) = book.handle(Released(L90, "checked")) or book.handle(Released(L100, "checked"))
     assert (change.place, "checked" in change.reason) == (L100, True)
-    assert book.reason("local/unknown") == ""
+    assert (book.reason("local/unknown"), book.trust("local/unknown")) == ("", None)
     with pytest.raises(ValueError, match="local/latest"):
         book.handle(Committed("local/latest"))
 
@@ -257,6 +267,9 @@ def test_a_book_stays_small_however_long_the_job_runs_and_knows_the_latest() -> 
     book.handle(load(L90))
     book.handle(bad(91, "fault 999"))
     assert book.trust(L90) is Trust.QUARANTINED
+    saved = [place("local", step) for step in range(1000)]
+    known = book_of(*map(Committed, saved)).places()
+    assert (len(known) < 500, known) == (True, tuple(saved[-len(known) :]))
     book = book_of(Committed(L90))
     for generation in range(2, 100):
         book.handle(load(L90, generation=generation))
