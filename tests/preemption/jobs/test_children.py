@@ -64,7 +64,7 @@ sys.keeps = loader
 """
 
 
-@pytest.mark.parametrize("how", ["shielded", "unshielded"])
+@pytest.mark.parametrize("how", ["shielded", pytest.param("unshielded", marks=pytest.mark.long)])
 def test_a_child_ends_by_its_parents_signal_as_it_chooses(how: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=300, check=True
