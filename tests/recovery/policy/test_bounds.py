@@ -47,8 +47,8 @@ def test_each_action_has_its_budgets_and_each_course_is_climbed_to_its_end() -> 
     """Counted by hand from the answers alone."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150)
-    @given(st.lists(TURNS, min_size=24, max_size=48), st.integers(1, 3), st.integers(2, 6))
+    @settings(max_examples=300)
+    @given(st.lists(TURNS, min_size=20, max_size=36), st.integers(1, 3), st.integers(2, 6))
     def check(turns: list[Turn], fast: int, slow: int) -> None:
         decider, now, saved = committed(job(fast, slow, ranks=4), 0, 1, 2), 0.0, 3
         taken: list[tuple[float, RecoveryAction]] = []
