@@ -302,7 +302,7 @@ dist.destroy_process_group()
 def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp_path: Path) -> None:
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)
-    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",), cold=True)
     with running(run):
         assert run.process is not None
         until((tmp_path / "there").exists, run.console)

@@ -69,7 +69,9 @@ def script(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("start", ["zygote", pytest.param("cold", marks=pytest.mark.long)])
 def test_the_first_file_that_a_script_opens_has_number_3(tmp_path: Path, start: str) -> None:
     more = ("--no-zygote",) if start == "cold" else ()
-    with running(Run(tmp_path / "run", script(tmp_path, FIRST), str(tmp_path), options=more)) as run:
+    with running(
+        Run(tmp_path / "run", script(tmp_path, FIRST), str(tmp_path), options=more, cold=True)
+    ) as run:
         assert run.finish() == 0, run.console()
     assert "first 3 of [0, 1, 2, 3]" in run.console()
 
@@ -113,7 +115,7 @@ def test_a_launcher_may_have_closed_streams(tmp_path: Path, closed: str) -> None
 def test_the_token_of_a_job_is_known_to_its_agents_only(tmp_path: Path) -> None:
     found = tmp_path / "found"
     with running(
-        Run(tmp_path / "run", script(tmp_path, SECRETS), str(found)), OUTLAST_TOKEN="very-secret"
+        Run(tmp_path / "run", script(tmp_path, SECRETS), str(found), cold=True), OUTLAST_TOKEN="very-secret"
     ) as run:
         assert run.finish() == 0, run.console()
     assert json.loads(found.read_text()) == {"saver": False, "zygote": False, "rank": False}

@@ -58,7 +58,7 @@ def under_outlast(
 ) -> tuple[Run, list[dict[str, Any]]]:
     folder.mkdir()
     options = ("--nproc-per-node=2", *options)
-    run = Run(folder.parent / "run", "sets_before_import.py", str(folder), *words, options=options)
+    run = Run(folder.parent / "run", "sets_before_import.py", str(folder), *words, options=options, cold=True)
     with running(run):
         assert run.finish(200) == 0, run.console()
     return run, answers(folder)
@@ -107,7 +107,12 @@ def test_after_a_restart_the_zygote_has_imported_under_what_the_script_sets(tmp_
     text = (SCRIPTS / "sets_before_import.py").read_text()
     script.write_text(text + FAILS_ONCE)
     run = Run(
-        tmp_path / "run", str(script), str(folder), "OMP_NUM_THREADS=2", options=("--nproc-per-node=2",)
+        tmp_path / "run",
+        str(script),
+        str(folder),
+        "OMP_NUM_THREADS=2",
+        options=("--nproc-per-node=2",),
+        cold=True,
     )
     with running(run):
         assert run.finish(200) == 0, run.console()
@@ -125,7 +130,7 @@ def test_ranks_that_set_different_values_start_cold(tmp_path: Path) -> None:
 
 
 def test_hidden_modules_can_be_imported_in_every_way(tmp_path: Path) -> None:
-    with running(Run(tmp_path / "run", "imports.py")) as run:
+    with running(Run(tmp_path / "run", "imports.py", cold=True)) as run:
         assert run.finish() == 0, run.console()
     assert run.records("generation_started")[0]["start"] == "zygote"
     assert "wrong: []" in run.console()

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     options = ("--nproc-per-node", str(WORLD), "--max-restarts", "3")
-    run = Run(tmp_path / "run", str(script), str(tmp_path), options=options)
+    run = Run(tmp_path / "run", str(script), str(tmp_path), options=options, cold=True)
     with running(run):
         yield run
 

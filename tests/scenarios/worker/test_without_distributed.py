@@ -26,7 +26,7 @@ def test_one_rank_trains_and_is_started_again(tmp_path: Path) -> None:
     done = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
     options = ("--nproc-per-node", "1")
-    with running(Run(tmp_path / "run", "alone.py", "-", str(launched), options=options)) as run:
+    with running(Run(tmp_path / "run", "alone.py", "-", str(launched), options=options, cold=True)) as run:
         assert run.finish() == 0, run.console()
     assert all(one["start"].startswith("cold:") for one in run.records("generation_started")[1:])
     assert [one["step"] for one in run.records("loaded")] == [4]
@@ -35,7 +35,9 @@ def test_one_rank_trains_and_is_started_again(tmp_path: Path) -> None:
 
 def test_several_ranks_are_refused_in_one_line(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2")
-    with running(Run(tmp_path / "run", "alone.py", "-", str(tmp_path / "out"), options=options)) as run:
+    with running(
+        Run(tmp_path / "run", "alone.py", "-", str(tmp_path / "out"), options=options, cold=True)
+    ) as run:
         assert run.finish() == 93, run.console()
     (fault,) = run.records("fault_seen")
     assert "torch.distributed" in fault["signature"]
