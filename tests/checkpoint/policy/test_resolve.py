@@ -66,6 +66,15 @@ def test_what_is_left_where_it_is_has_no_damage_and_no_rank_that_found_some() ->
     assert "1" in out.reason
 
 
+def test_a_job_of_one_rank_resolves_as_others_do() -> None:
+    copies = [whole(10), broken(20, CopyState.DAMAGED), whole(30)]
+    found = answer([copies], Mark(f"*/{copy_name(30, 1)}").to_text())
+    assert [plan.step for plan in found.plans] == [10, 30]
+    assert [out.step for out in found.excluded] == [20]
+    found = answer([[whole(10), broken(20, CopyState.INCOMPATIBLE)]])
+    assert (found.plans, "step-000000020.g1" in found.refusal) == ((), True)
+
+
 def test_the_digest_of_a_plan_is_that_of_a_manifest_and_of_no_session() -> None:
     digest, session = answer(everywhere(whole(20, commit="12ab"), whole(10, commit="s-1/2"))).plans
     assert (digest.digest, session.digest) == ("12ab", "")
