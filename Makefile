@@ -25,7 +25,7 @@ OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy|cfn-lint)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
 # Tests that start jobs mostly wait, so twice as many run at a time as there are processors.
-PYTEST = $(VENV)/bin/python -m pytest -q --dist loadfile -n $$((2 * $$(nproc)))
+PYTEST = $(VENV)/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder -n $$((2 * $$(nproc)))
 LAUNCHED := tests/scenarios $(wildcard tests/*/jobs) tests/adversary tests/chaos tests/transcripts
 
 # Types of the benchmarks: only whether the names that they use exist; other projects are not installed.

@@ -63,7 +63,7 @@ class Message:
 
 def messages(root: Path = ROOT) -> list[Message]:
     """Return the messages of a tree's source."""
-    found = []
+    found: list[Message] = []
     for path in sorted((root / SOURCE).rglob("*.py")):
         content = path.read_bytes()
         found += _of_file(str(path.relative_to(root)), content)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
 
-from tests.support.leftovers import set_apart
+from tests.support.leftovers import nothing_left, set_apart
 from tests.support.opened import closed_at_end
 
 set_apart()
 
 LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts", "doctor"}
+COMPLETE = bool(os.environ.get("OUTLAST_TESTS_COMPLETE"))  # what a test needs is there
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":
     os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**32))  # the same for parallel workers
 EXPLORES = bool(os.environ.get(SEED_VARIABLE))
 SEED = int(os.environ.get(SEED_VARIABLE) or 0)
 
-# Started in the background by a shell, this process ignores SIGINT, and so would all that it starts.
+# Started in the background by a shell, or by nohup, this process ignores these, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A change is judged by the same draws as the one before it; a search for new ones is asked for.
 # No deadline: on a busy machine it measures the neighbours. The blob reproduces a failing example anywhere.
@@ -40,10 +43,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not LAUNCHED.intersection(item.path.parts))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where all is installed, fail what is skipped for another reason than a missing GPU."""
+    report = yield
+    if COMPLETE and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.path.parts:
+        report.outcome = "failed"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a file that is skipped."""
+    report = yield
+    if COMPLETE and report.skipped and "gpu" not in collector.path.parts:
+        report.outcome = "failed"
+    return report
+
+
+@pytest.fixture(autouse=True, scope="class")
+def nothing_left_by_all(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a class whose tests share processes if they are there afterwards."""
+    with nothing_left() if request.node.get_closest_marker("shares") else nullcontext():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
-    """Close the checkpointers and end the savers of a test that stands for a job which ended or died."""
-    with closed_at_end():
+def nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close the checkpointers and end the savers of a test that stands for a job which ended or died.
+
+    What is there after that has been left behind: processes, shared memory, temporary files.
+    """
+    shares = any(request.node.get_closest_marker(name) for name in ("shares", "long"))
+    with nullcontext() if shares else nothing_left(), closed_at_end():
         yield
 
 

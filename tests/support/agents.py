@@ -253,7 +253,11 @@ class Agents:
             if pid.isdigit():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-        for path in Path("/dev/shm").glob(f"outlast-memory-*-{self.job}*"):
+        shared = Path("/dev/shm")
+        for agent in self.agents.values():  # its cleaner has been killed, too
+            for path in shared.glob(f"outlast-{agent.pid}-*"):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in shared.glob(f"outlast-memory-*-{self.job}*"):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, files in shared memory and in the folder of temporary files.
+"""What a test leaves behind: processes, our files in shared memory and in the folder of temporary files.
 
 A process that runs tests has a /dev/shm of its own where it may mount one (as root), and a folder of
 temporary files, so that all that appears there is its own. It adopts processes that lose their parent.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ import pytest
 from tests.support import warm
 
 PATIENCE = 30.0  # seconds for what ends by itself: a writer of checkpoints, a cleaner
-CACHES = ("torchinductor_",)  # of others, for whoever comes next
+OURS = "outlast"  # begins the names of what the product makes; other libraries clean up as they see fit
+UNFINISHED = "outlast-trainer-"  # what a killed rank of Transformers was writing
+KEPT = ("resource_tracker", "chromium")  # processes that later tests use, too
 SHARED = Path("/dev/shm")
 _CLONE_NEWNS, _PR_SET_CHILD_SUBREAPER = 0x20000, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +61,8 @@ def nothing_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + PATIENCE
     while True:
-        left = {pid: line for pid, line in _processes().items() if pid not in processes}
+        gc.collect()  # the workers of a DataLoader end with its iterator
+        left = _processes(processes)
         kept = _files() - files
         if not left and not kept:
             return
@@ -76,16 +80,21 @@ def nothing_left() -> Iterator[None]:
 
 def _files() -> set[Path]:
     found = (path for folder in _folders for path in folder.iterdir())
-    return {path for path in found if not path.name.startswith(CACHES)}
+    return {path for path in found if path.name.startswith(OURS) and not path.name.startswith(UNFINISHED)}
 
 
-def _processes() -> dict[int, str]:
-    """Return the living descendants of this process, with their command lines; reap dead children."""
+def _processes(known: Collection[int] = ()) -> dict[int, str]:
+    """Return the living descendants of this process, with their command lines; reap dead children.
+
+    Those that are known are left out, and theirs: what an earlier fixture has started may start others.
+    """
     found: dict[int, str] = {}
     me, kept = os.getpid(), {warm.forker_pid()}
     todo = [(pid, me) for pid in _children(me)]
     while todo:
         pid, parent = todo.pop()
+        if pid in known and pid not in kept:
+            continue
         todo += ((one, pid) for one in _children(pid))
         try:
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
@@ -96,7 +105,7 @@ def _processes() -> dict[int, str]:
             if parent == me:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-        elif pid not in kept and "resource_tracker" not in line:
+        elif pid not in kept and not any(word in line for word in KEPT):
             found[pid] = f"process {pid} {line.strip()}"
     return found
 

@@ -101,5 +101,7 @@ def _model_of_file(name: str) -> ModelLimits:
         raise ConfigError(name, (f"model: a table is expected, a {type(table).__name__} was found",))
     try:
         return (model_of_hugging_face if name.endswith(".json") else model_of_table)(table, name)
+    except ConfigError:
+        raise
     except (ValueError, ArithmeticError) as error:  # a number of thousands of digits, or 0 heads
         raise ConfigError(name, (f"has a number that no model can have: {error}",)) from error

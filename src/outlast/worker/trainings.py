@@ -78,10 +78,13 @@ class Training:
 
 def _parts_of(state: object) -> Iterator[object]:
     """Yield what is trained: parameters, optimizers and tensors; the rest may be another in each session."""
-    if isinstance(state, torch.nn.Module):
-        yield from state.parameters()
-    elif isinstance(state, (torch.optim.Optimizer, torch.Tensor)):
-        yield state
-    elif isinstance(state, (Mapping, list, tuple)):
-        for one in state.values() if isinstance(state, Mapping) else state:
-            yield from _parts_of(one)
+    todo, seen = [state], set[int]()
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.nn.Module):
+            yield from one.parameters()
+        elif isinstance(one, (torch.optim.Optimizer, torch.Tensor)):
+            yield one
+        elif isinstance(one, (Mapping, list, tuple)) and id(one) not in seen:
+            seen.add(id(one))  # what contains itself is refused by its name when it is restored
+            todo += one.values() if isinstance(one, Mapping) else one

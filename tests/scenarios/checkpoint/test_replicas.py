@@ -41,6 +41,10 @@ def sizes_in_memory(job: Agents) -> list[int]:
     return []
 
 
+def step_of(file: Path) -> int:
+    return int(file.parent.name.split(".")[0].removeprefix("step-"))
+
+
 def finals(job: Agents) -> list[str]:
     return [(job.trace / f"final-{rank}").read_text() for rank in range(2)]
 
@@ -75,6 +79,11 @@ def test_a_node_that_is_lost_with_its_memory_comes_back_from_the_other(
     with trained(tmp_path / "lost", 2, "hold=6") as job:
         job.until(lambda: len(list(job.trace.glob("held-*.g1"))) == 2, "step 7 of the first generation")
         parts = [path for path in memory_of(job) if path.name.endswith("-n1")]
+        held = [one / "replica" / "n1" for one in memory_of(job) if one.name.endswith("-n0")]
+        job.until(
+            lambda: any(step_of(copy) >= 5 for one in held for copy in one.glob("step-*/COMMIT")),
+            "a replica that is younger than what is on disk",
+        )
         everything = job.tree("n1")
         for pid in everything:
             with contextlib.suppress(ProcessLookupError):

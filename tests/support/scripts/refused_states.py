@@ -77,10 +77,17 @@ def leaf(value: object) -> Make:
     return lambda: {"box": {"deep": [value]}}
 
 
+def endless() -> State:
+    found: list[object] = []
+    found.append(found)
+    return {"box": {"deep": found}}
+
+
 EXPANDED = torch.zeros(1).expand(4)
 DEEP = "box.deep.0"
 # What is to be saved, and what the error has to name.
 UNSAVEABLE: dict[str, tuple[Make, tuple[str, ...]]] = {
+    "itself": (endless, (DEEP,)),
     "object": (leaf(Custom()), (DEEP, "Custom")),
     "subclass of str": (leaf(Text("x")), (DEEP, "Text")),
     "function": (leaf(lambda: 1), (DEEP, "function")),

@@ -36,7 +36,7 @@ from outlast.checkpoint.content.codecs import (
     unsupported,
 )
 from outlast.checkpoint.content.flags import Flags, flags_of
-from outlast.checkpoint.content.typed_forms import Json
+from outlast.checkpoint.content.typed_forms import DEPTH, Json
 from outlast.checkpoint.content.typed_json import Encoder, Path, form_of
 from outlast.checkpoint.policy.manifest import first_few, in_order, is_dense
 from outlast.errors import CheckpointMismatch, UsageError
@@ -800,7 +800,12 @@ def _optimizer_template(
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors in a value that typed JSON knows, each with its path."""
+    """Yield the tensors in a value that typed JSON knows, each with its path.
+
+    What is nested too deep, or contains itself, cannot be saved; nothing deeper is looked at.
+    """
+    if len(path) > DEPTH:
+        return
     if isinstance(value, Coded):
         value = value.parts
     if isinstance(value, torch.Tensor):

@@ -204,6 +204,7 @@ class ClusterController:
         )
         check_descriptors(self._terms.most + self._terms.spares)
         self._told_at = self._kept_at = self._board_at = 0.0
+        self._kept_generation = 0
         self._done_at: float | None = None
         self._over = False
         self._asked, self._hopes_until = 0, 0.0
@@ -451,12 +452,18 @@ class ClusterController:
             self._files.hand(lambda: self._folder.write(board, said, durable=False), board, 0.0)
 
     def _keep(self, now: float, every: float = _KEEP_EVERY) -> None:
-        """Write, where this node is the leader, what the next launch of the job has to know."""
+        """Write, where this node is the leader, what the next launch of the job has to know.
+
+        A new generation is written at once: the next launch must not give its number to another one.
+        """
         leader_state = self._cluster_node.leader_state
-        if leader_state is None or not leader_state.lead.began or now - self._kept_at < every:
+        if leader_state is None or not leader_state.lead.began:
             return
-        self._kept_at = now
-        self._journal.keep(leader_state.lead.job_state())
+        lead = leader_state.lead
+        if now - self._kept_at < every and lead.generation == self._kept_generation:
+            return
+        self._kept_at, self._kept_generation = now, lead.generation
+        self._journal.keep(lead.job_state())
 
     def tell(self, event: Event, generation: int) -> Sequence[Order]:
         """Take something that happened on this node in a generation."""
