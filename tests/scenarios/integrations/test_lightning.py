@@ -24,7 +24,7 @@ def test_a_killed_job_reports_true_steps_and_lightnings_checkpoints(tmp_path: Pa
     """Gradients of two batches make a step; it saves after every third."""
     with running(job(tmp_path / "job", SCRIPT, "explicit", fatal=5)) as run:
         assert run.finish() == 0, run.console()
-    assert "OutlastCallback" not in run.console(), "the attached one gives way to the script's"
+    assert "OutlastCallback:" not in run.console(), "the attached one gives way to the script's"
     (fault,) = run.records("fault_seen")
     assert fault["step"] in (4, 5)  # of the slowest rank
     assert fault["source"] != "counted"
