@@ -37,7 +37,9 @@ class Apart(Agents):
 
     def leading(self) -> Host:
         """Return the host at the address that the run folder names."""
-        where = json.loads((self.run / "leader.json").read_text())["address"].rpartition(":")[0]
+        named = self.run / "leader.json"
+        self.until(named.exists, "a leader that is named")
+        where = json.loads(named.read_text())["address"].rpartition(":")[0]
         return next(host for host in self.hosts.values() if where in (host.name, host.address))
 
 
