@@ -61,13 +61,13 @@ def nothing_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + PATIENCE
     while True:
-        gc.collect()  # the workers of a DataLoader end with its iterator
         left = _processes(processes)
         kept = _files() - files
         if not left and not kept:
             return
         if time.monotonic() > deadline:
             break
+        gc.collect()  # the workers of a DataLoader end with its iterator
         time.sleep(0.02)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
