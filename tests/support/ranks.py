@@ -49,7 +49,7 @@ class Ranks:
                         start_new_session=True,
                     )
                     if cold
-                    else start(command, output, output, variables, new_session=True)
+                    else start(command, output, output, variables)
                 )
 
     def output(self) -> str:

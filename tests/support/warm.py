@@ -77,13 +77,12 @@ def start(
     stdout: IO[Any],
     stderr: IO[Any],
     environment: Mapping[str, str] | None = None,
-    new_session: bool = False,
 ) -> Warm:
-    """Run a script with its arguments, or ("-m", "outlast", ...); ``environment`` is on top of this one.
+    """Run a script with its arguments, or ("-m", "outlast", ...), in a session of its own.
 
-    It is killed when this process ends.
+    ``environment`` is on top of this one. The script is killed when this process ends.
     """
-    return _forker().start(command, stdout, stderr, environment or {}, new_session)
+    return _forker().start(command, stdout, stderr, environment or {})
 
 
 def run(
@@ -91,7 +90,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, which has to come in ``timeout`` seconds; return what it printed."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = start(command, stdout, stderr, environment, new_session=True)
+        process = start(command, stdout, stderr, environment)
         try:
             process.wait(timeout)
         finally:
@@ -128,13 +127,11 @@ class _Forker:
         stdout: IO[Any],
         stderr: IO[Any],
         environment: Mapping[str, str],
-        new_session: bool,
     ) -> Warm:
         order = {
             "argv": list(map(str, command)),
             "environment": {**os.environ, **environment},
             "folder": os.getcwd(),
-            "new_session": new_session,
         }
         socket.send_fds(self._socket, [json.dumps(order).encode()], [stdout.fileno(), stderr.fileno()])
         while True:
@@ -240,8 +237,7 @@ def _main() -> None:
     forker = os.getpid()
     order = _serve(channel)
     _die_with(forker)
-    if order["new_session"]:
-        os.setsid()
+    os.setsid()
     os.chdir(order["folder"])
     if order["argv"][:2] == ["-m", "outlast"]:
         _launch(order, zygote, loaded)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from outlast.ipc import processes
 from outlast.ipc.processes import Child, children_of, is_tracker, start, start_ticks, tree_of
 from outlast.launcher.workers.cleaner import Cleaner, Leftovers
 from outlast.launcher.workers.processes import Family, Worker, wait_for_end
@@ -33,7 +32,13 @@ def ended_with(code: int) -> int:
 
 
 @pytest.fixture
-def cleaner(tmp_path: Path) -> Iterator[Cleaner]:
+def others() -> tuple[int, ...]:
+    """Return the children of this process that other tests use, too."""
+    return tuple(children_of(os.getpid()))
+
+
+@pytest.fixture
+def cleaner(tmp_path: Path, others: tuple[int, ...]) -> Iterator[Cleaner]:
     (tmp_path / "runtime").mkdir()
     found = Cleaner(tmp_path / "runtime", MARK)
     yield found
@@ -41,20 +46,20 @@ def cleaner(tmp_path: Path) -> Iterator[Cleaner]:
 
 
 @pytest.fixture
-def family(cleaner: Cleaner) -> Iterator[Family]:
-    found = Family(cleaner)
-    for pid in children_of(os.getpid()):  # of other tests
-        found._held[pid] = Child(pid)
-    processes.adopt_orphans()
-    yield found
-    processes._prctl(processes._PR_SET_CHILD_SUBREAPER, 0)
+def keep(cleaner: Cleaner, others: tuple[int, ...]) -> tuple[int, ...]:
+    return (cleaner.pid, *others)
 
 
-def rest(family: Family, cleaner: Cleaner) -> None:
+@pytest.fixture
+def family(cleaner: Cleaner) -> Family:
+    return Family(cleaner)
+
+
+def rest(family: Family, keep: tuple[int, ...]) -> None:
     """Have a family do its work until nothing is left."""
 
     def rests() -> bool:
-        family.tick((cleaner.pid,), (), owed=False)
+        family.tick(keep, (), owed=False)
         return family.at_rest
 
     until(rests, "the family to be at rest")
@@ -98,7 +103,7 @@ def test_a_tree_is_a_process_with_all_below_it() -> None:
     assert tree_of(parent.pid) == {parent.pid}
 
 
-def test_what_is_dropped_is_killed_with_what_it_has_started(family: Family, cleaner: Cleaner) -> None:
+def test_what_is_dropped_is_killed_with_what_it_has_started(family: Family, keep: tuple[int, ...]) -> None:
     kept, dropped = (Child(start(["sleep", "1000"])) for _ in range(2))
     parent = Child(start([sys.executable, "-c", FAMILY], start_new_session=True))
     below = until(lambda: list(children_of(parent.pid)), "a child of the child")
@@ -107,15 +112,17 @@ def test_what_is_dropped_is_killed_with_what_it_has_started(family: Family, clea
     family.drop(dropped)
     family.drop(parent)
     assert not family.at_rest
-    rest(family, cleaner)
+    rest(family, keep)
     assert [dropped.exit_code, parent.exit_code] == [-signal.SIGKILL] * 2
     until(lambda: all(map(is_gone, below)), "the end of the child's child")
     assert kept.poll() is None
     family.drop(kept)
-    rest(family, cleaner)
+    rest(family, keep)
 
 
-def test_strays_are_killed_unless_they_are_kept_or_may_be_wanted(family: Family, cleaner: Cleaner) -> None:
+def test_strays_are_killed_unless_they_are_kept_or_may_be_wanted(
+    family: Family, keep: tuple[int, ...]
+) -> None:
     stray, kept, grouped = (Child(start(["sleep", "1000"], start_new_session=True)) for _ in range(3))
     family.sweep()
     family.tick((), (), owed=True)
@@ -123,28 +130,28 @@ def test_strays_are_killed_unless_they_are_kept_or_may_be_wanted(family: Family,
     assert stray.poll() is None, "it may be what the zygote tells of next"
 
     def swept() -> bool:
-        family.tick((cleaner.pid, kept.pid), (grouped.pid,), owed=False)
+        family.tick((*keep, kept.pid), (grouped.pid,), owed=False)
         return family.at_rest
 
     until(swept, "the stray to be gone")
     assert stray.poll() == -signal.SIGKILL
     assert [kept.poll(), grouped.poll()] == [None, None]
-    family.end((cleaner.pid,))
+    family.end(keep)
     assert [kept.poll(), grouped.poll()] == [-signal.SIGKILL] * 2
 
 
-def test_a_zombie_that_nobody_waits_for_is_reaped(family: Family, cleaner: Cleaner) -> None:
+def test_a_zombie_that_nobody_waits_for_is_reaped(family: Family, keep: tuple[int, ...]) -> None:
     pid = ended_with(0)
 
     def reaped() -> bool:
-        family.tick((cleaner.pid,), (), owed=False)
+        family.tick(keep, (), owed=False)
         return pid not in children_of(os.getpid())
 
     until(reaped, "the zombie to be reaped")
 
 
 def test_a_process_that_does_not_end_holds_nobody_up(
-    family: Family, cleaner: Cleaner, monkeypatch: pytest.MonkeyPatch
+    family: Family, keep: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outlast.launcher.workers.processes.KILL_PATIENCE", 0.05)
     monkeypatch.setattr(Child, "kill_tree", lambda _: None)
@@ -153,10 +160,10 @@ def test_a_process_that_does_not_end_holds_nobody_up(
     family.drop(stuck)
     assert not family.ended
     told: list[Child] = []
-    until(lambda: told.extend(family.tick((cleaner.pid,), (), owed=False)) or family.at_rest, "patience")
+    until(lambda: told.extend(family.tick(keep, (), owed=False)) or family.at_rest, "patience")
     assert told == [stuck]
     stuck.send(signal.SIGKILL)
-    until(lambda: family.tick((cleaner.pid,), (), owed=False) or stuck.exit_code, "its end")
+    until(lambda: family.tick(keep, (), owed=False) or stuck.exit_code, "its end")
     assert stuck.exit_code == -signal.SIGKILL
 
 
@@ -169,7 +176,7 @@ SHARES = (
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_shared_memory_of_what_is_killed_is_removed(
-    family: Family, cleaner: Cleaner, alone: bool
+    family: Family, keep: tuple[int, ...], alone: bool
 ) -> None:
     name, reader = f"outlast_test_{os.getpid()}", os.pipe()
     command = [sys.executable, "-c", SHARES, name]
@@ -186,11 +193,11 @@ def test_the_shared_memory_of_what_is_killed_is_removed(
         worker.send(signal.SIGKILL)
         assert worker.wait(60.0) == -signal.SIGKILL
         family.sweep()
-        family.tick((cleaner.pid,), (), owed=False)
+        family.tick(keep, (), owed=False)
         os.kill(tracker, signal.SIGCONT)
     family.drop(worker)
     family.sweep()
-    rest(family, cleaner)
+    rest(family, keep)
     assert not Path("/dev/shm", name).exists()
 
 

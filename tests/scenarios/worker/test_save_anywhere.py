@@ -110,7 +110,7 @@ def test_one_rank_alone_that_saves_between_steps_ends_with_an_error(tmp_path: Pa
         command = [str(SCRIPT), str(tmp_path / "run"), "after", "direct", "", "0"]
         variables = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with open(path, "ab") as output:
-            ranks.append(warm.start(command, output, output, variables, new_session=True))
+            ranks.append(warm.start(command, output, output, variables))
     try:
         until(lambda: ranks[0].poll() is not None, outputs[0].read_text)
     finally:
