@@ -1,10 +1,11 @@
 """defects: whether the tests find defects that the product had, put back one by one.
 
 Each file bench/defects/NAME.diff puts one back. Its first line names its capabilities (folders of
-tests/scenarios, the likeliest first), its second one the defect. In a copy of this tree the scenarios of
-these capabilities run up to the first failure, then the rest of `make test`; only what survives gets the
-long tests. A line of JSON names the test that found it, the part, and the seconds. With --out, defects that
-the file has are left out, so that a run goes on where it was stopped. "applies": false: it no longer fits.
+tests/scenarios, the likeliest first), its second one the defect, a third one, where there is one, a test
+that finds it. In a copy of this tree that test runs first; if it passes, the scenarios of these capabilities
+up to the first failure, then the rest of `make test`; only what survives gets the long tests. A line of JSON
+names the test that found it, the part, and the seconds. With --out, defects that the file has are left out,
+so that a run goes on where it was stopped. "applies": false: it no longer fits.
 
     python bench/defects.py --out defects.jsonl            all of them
     python bench/defects.py ledger-charges-the-living      one
@@ -47,16 +48,25 @@ def copy_of(name: str, folder: Path) -> bool:
     return done.returncode == 0
 
 
-def heading(name: str) -> tuple[list[str], str]:
-    """Return the capabilities and the words of a defect."""
+def applies(name: str) -> bool:
+    """Return whether a diff fits this tree."""
+    command = ["patch", "-p1", "-s", "-f", "--dry-run", "-i", str(DEFECTS / f"{name}.diff")]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def heading(name: str) -> tuple[list[str], str, str]:
+    """Return the capabilities and the words of a defect, and a test that finds it, "" if none is named."""
     if name == NONE:
-        return [], NONE
-    first, second, *_ = (DEFECTS / f"{name}.diff").read_text().splitlines()
-    return first.removeprefix("capabilities: ").split(), second
+        return [], NONE, ""
+    first, second, third, *_ = (DEFECTS / f"{name}.diff").read_text().splitlines()
+    test = third.removeprefix("test: ") if third.startswith("test: ") else ""
+    return first.removeprefix("capabilities: ").split(), second, test
 
 
-def parts(folder: Path, capabilities: list[str]) -> Iterator[tuple[str, list[str]]]:
+def parts(folder: Path, capabilities: list[str], test: str) -> Iterator[tuple[str, list[str]]]:
     """Yield what runs, in order: a name and arguments of pytest."""
+    if test:
+        yield "named test", [test]
     own = [f"tests/scenarios/{one}" for one in capabilities if (folder / "tests/scenarios" / one).is_dir()]
     if own:
         yield "scenarios", ["-m", "not long", *own]
@@ -88,7 +98,7 @@ def finder(folder: Path, arguments: list[str], processes: int) -> tuple[str, int
 
 def judge(name: str, processes: int) -> dict[str, Any]:
     """Return what became of one defect."""
-    capabilities, words = heading(name)
+    capabilities, words, named = heading(name)
     result: dict[str, Any] = {"defect": name, "words": words, "applies": True, "found": False}
     with tempfile.TemporaryDirectory(prefix="defect-", dir="/tmp") as scratch:
         folder = Path(scratch)
@@ -96,8 +106,8 @@ def judge(name: str, processes: int) -> dict[str, Any]:
         if not copy_of(name, folder):
             return {**result, "applies": False}
         began = time.monotonic()
-        for part, arguments in parts(folder, capabilities):
-            test, code = finder(folder, arguments, processes)
+        for part, arguments in parts(folder, capabilities, named):
+            test, code = finder(folder, arguments, 0 if part == "named test" else processes)
             if code not in (0, 5):  # 5: no test
                 seconds = round(time.monotonic() - began, 1)
                 load = round(os.getloadavg()[0], 1)
@@ -120,8 +130,7 @@ def main() -> None:
     known = {json.loads(line)["defect"] for line in lines}
     for name in (one for one in names if one not in known):
         if options.check:
-            with tempfile.TemporaryDirectory(prefix="defect-", dir="/tmp") as scratch:
-                result = {"defect": name, "applies": copy_of(name, Path(scratch))}
+            result: dict[str, Any] = {"defect": name, "applies": applies(name)}
         else:
             result = judge(name, options.processes)
         print(json.dumps(result), flush=True)
