@@ -24,6 +24,8 @@ TORCH ?= $(OURS)
 OF_TORCH := $(if $(filter $(OURS),$(TORCH)),torch,torch|sympy|cfn-lint)
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.installed
+# Without compiled files each process of tests would rewrite the assertions of all of them.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests that start jobs mostly wait, so twice as many run at a time as there are processors.
 PYTEST = $(VENV)/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder -n $$((2 * $$(nproc)))
 LAUNCHED := tests/scenarios $(wildcard tests/*/jobs) tests/adversary tests/chaos tests/transcripts

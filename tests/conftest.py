@@ -17,7 +17,8 @@ from tests.support.opened import closed_at_end
 set_apart()
 
 LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts", "doctor"}
-COMPLETE = bool(os.environ.get("OUTLAST_TESTS_COMPLETE"))  # what a test needs is there
+COMPLETE = bool(os.environ.get("OUTLAST_TESTS_COMPLETE"))  # what a test needs is there, but for a GPU
+OF_A_GPU = ("no GPU", "no accelerator")
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":
     os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**32))  # the same for parallel workers
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Where all is installed, fail what is skipped for another reason than a missing GPU."""
     report = yield
-    if COMPLETE and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.path.parts:
+    if COMPLETE and report.skipped and not hasattr(report, "wasxfail") and not for_want_of_a_gpu(report):
         report.outcome = "failed"
     return report
 
@@ -58,9 +59,13 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """The same for a file that is skipped."""
     report = yield
-    if COMPLETE and report.skipped and "gpu" not in collector.path.parts:
+    if COMPLETE and report.skipped and not for_want_of_a_gpu(report):
         report.outcome = "failed"
     return report
+
+
+def for_want_of_a_gpu(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return isinstance(report.longrepr, tuple) and any(one in report.longrepr[2] for one in OF_A_GPU)
 
 
 @pytest.fixture(autouse=True, scope="class")
@@ -76,8 +81,7 @@ def nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
 
     What is there after that has been left behind: processes, shared memory, temporary files.
     """
-    shares = any(request.node.get_closest_marker(name) for name in ("shares", "long"))
-    with nullcontext() if shares else nothing_left(), closed_at_end():
+    with nullcontext() if request.node.get_closest_marker("shares") else nothing_left(), closed_at_end():
         yield
 
 

@@ -75,12 +75,13 @@ def test_a_script_that_cannot_start_a_second_time_is_found(tmp_path: Path) -> No
 FINISHES = SESSION.format(first="").replace("1_000_000", "12")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "failing"),
     [
         ("raise SystemExit('no data at /data')\n", ["start"]),
-        pytest.param("print('done')\n", [], marks=pytest.mark.long),
-        pytest.param(FINISHES, [], marks=pytest.mark.long),
+        ("print('done')\n", []),
+        (FINISHES, []),
     ],
     ids=["fails", "no session", "finishes"],
 )

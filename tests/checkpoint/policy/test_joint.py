@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
@@ -52,6 +52,7 @@ def require_safe(replicated: int, team: list[Node]) -> None:
     assert all(len(each.held) <= 4 for each in team)
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), nodes=st.integers(1, 5))
 def test_a_step_is_replicated_when_every_node_has_sent_it_and_still_holds_it(seed: int, nodes: int) -> None:
     draw = random.Random(seed)
@@ -83,6 +84,7 @@ def test_a_step_is_replicated_when_every_node_has_sent_it_and_still_holds_it(see
     assert leader.answer.replicated > step - 8
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), nodes=st.integers(1, 5), apart=st.booleans())
 def test_while_no_copies_are_made_the_newest_that_all_nodes_have_is_replicated(
     seed: int, nodes: int, apart: bool

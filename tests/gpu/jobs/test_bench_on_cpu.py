@@ -12,6 +12,7 @@ import pytest
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("device", ["cpu"])
 def test_every_step_runs_on_the_cpu(tmp_path: Path, device: str) -> None:

@@ -40,6 +40,7 @@ def test_states_of_a_killed_rank_come_back_bit_for_bit(tmp_path: Path, device: s
     assert found == played(tmp_path / "calm", device, "calm", 1)[1]
 
 
+@pytest.mark.long
 def test_the_rank_that_the_others_wait_for_where_they_read_a_number_is_named(
     tmp_path: Path, device: str
 ) -> None:
@@ -47,6 +48,7 @@ def test_the_rank_that_the_others_wait_for_where_they_read_a_number_is_named(
     assert [(one["fault"], one["rank"]) for one in run.records("fault_seen")] == [("hang", 1)], run.console()
 
 
+@pytest.mark.long
 def test_only_a_rank_that_cannot_go_on_is_replaced_in_process(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,8 @@ def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, t
     assert "fsync" in operations[commit:], "and so is the name before the older copies go"
 
 
-@pytest.mark.parametrize(
-    "async_save", [pytest.param(False, marks=pytest.mark.long), True], ids=["direct", "writer"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("async_save", [False, True], ids=["direct", "writer"])
 def test_a_job_that_is_killed_again_and_again_goes_on_bit_for_bit(
     tmp_path: Path, async_save: bool, seed: int
 ) -> None:

@@ -71,6 +71,7 @@ def test_recorded_digests_bracket_it_closer(tmp_path: Path) -> None:
     assert re.search(r"\b8\D+10\b", said), "all ranks hold the same wrong bit"
 
 
+@pytest.mark.long
 def test_a_sound_run_is_equal(tmp_path: Path) -> None:
     script = train(tmp_path, config="[tripwire]\ntripwire_interval = 3\ntripwire_optimizer = true\n")
     code, said = replay(tmp_path, script, "--from", "8", "--scratch", str(tmp_path / "scratch"))

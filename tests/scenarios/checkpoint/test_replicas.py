@@ -59,7 +59,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_a_killed_rank_of_ddp_goes_on_bit_for_bit(tmp_path: Path, nodes: int, expected: list[str]) -> None:
     with trained(tmp_path / "killed", nodes, "kill=1@6", "hold=7") as job:
         job.until(lambda: len(list(job.trace.glob("held-*.g2"))) == 2, "step 8 of the second generation")

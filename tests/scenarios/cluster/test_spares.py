@@ -39,6 +39,7 @@ def _undisturbed(steps: int) -> str:
     return hashlib.sha256(bits).hexdigest()
 
 
+@pytest.mark.long
 def test_training_is_bit_for_bit_the_same_after_spares_took_the_places_of_a_node_and_of_the_leader(
     job: Callable[..., Agents],
 ) -> None:

@@ -78,6 +78,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
         yield make
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_a_failing_node_is_replaced_by_a_healthy_spare_after_the_save(
     tmp_path: Path, job: Callable[..., Agents]

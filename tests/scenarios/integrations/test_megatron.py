@@ -35,12 +35,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_megatron_core_goes_on_without_what_is_refused_and_reads_the_checkpoint(undisturbed: Path) -> None:
     assert found(undisturbed, "nvrx") == ["False", "False"]
     assert found(undisturbed, "theirs") == found(undisturbed, "weights")
 
 
-@pytest.mark.parametrize(("way", "resumed"), [("killed", "iter_0000004"), ("damaged", "iter_0000002")])
+@pytest.mark.parametrize(
+    ("way", "resumed"),
+    [("killed", "iter_0000004"), pytest.param("damaged", "iter_0000002", marks=pytest.mark.long)],
+)
 def test_a_killed_job_ends_bit_for_bit_as_if_it_had_not_been(
     tmp_path: Path, undisturbed: Path, way: str, resumed: str
 ) -> None:

@@ -99,6 +99,7 @@ def ends_as(folder: Path, way: Way, undisturbed: str) -> bool:
     return bool(breaks)
 
 
+@pytest.mark.long
 def test_a_killed_job(tmp_path: Path, way: Way, undisturbed: str) -> None:
     with running(job(tmp_path / "job", way.script, way.kind, fatal=way.fatal), **ENVIRONMENT) as run:
         assert run.finish() == 0, run.console()
@@ -125,6 +126,7 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path, way: Way, undisturbed: str) -
     ends_as(tmp_path / "job", way, undisturbed)
 
 
+@pytest.mark.long
 def test_a_preempted_job(tmp_path: Path, way: Way, undisturbed: str) -> None:
     """The launcher is told to end; the same command goes on."""
     run = job(tmp_path / "job", way.script, way.kind, pace=0.5)

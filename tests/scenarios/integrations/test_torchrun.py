@@ -136,6 +136,7 @@ def test_a_stranger_at_the_endpoint_is_waited_for(torchruns: Callable[..., Torch
     job.end()
 
 
+@pytest.mark.long
 def test_two_nodes_restart_once_each_in_a_store_of_its_own(torchruns: Callable[..., Torchruns]) -> None:
     job = torchruns("2", "sum").start("a", "b")
     first = job.generation(2)

@@ -15,7 +15,8 @@ import pytest
 from tests.support.launching import SCRIPTS
 from tests.support.parity import torchrun_has
 
-pytestmark = pytest.mark.timeout(420)  # three launches, of which two import torch three times
+# Three launches, of which two import torch three times.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(420)]
 # What may differ, and why.
 DIFFERENT = {
     "MASTER_PORT": "a free port of each launcher",
@@ -55,7 +56,7 @@ Seen = tuple[str, str]
 WAYS = {"file": ["surroundings.py"], "module": ["-m", "surroundings"]}
 
 
-@pytest.fixture(scope="module", params=["file", pytest.param("module", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["file", "module"])
 def under_torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Return a way to name a script, and what its ranks see under torchrun, as JSON."""
     folder = tmp_path_factory.mktemp(request.param) / "ranks"
@@ -64,7 +65,7 @@ def under_torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return request.param, json.dumps(found).replace(str(folder), "FOLDER")
 
 
-@pytest.mark.parametrize("mode", ["zygote", pytest.param("cold", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["zygote", "cold"])
 def test_a_rank_sees_what_it_sees_under_torchrun(tmp_path: Path, under_torchrun: Seen, mode: str) -> None:
     (how, seen), folder = under_torchrun, tmp_path / "ours"
     ours = [sys.executable, "-m", "outlast", "run", "--standalone", "--run-dir", str(tmp_path / "run")]

@@ -222,6 +222,7 @@ def test_a_runtime_folder_that_was_removed_is_made_again(tmp_path: Path, sudden:
     assert runtime_folders(run.process.pid) == []
 
 
+@pytest.mark.long
 def test_a_launcher_that_fails_brings_the_newest_state_to_disk(tmp_path: Path) -> None:
     with running(Training(tmp_path)) as run:
         assert isinstance(run, Training)

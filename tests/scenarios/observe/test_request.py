@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.agents import agents
 from tests.support.launching import Run, running, until
 
@@ -33,6 +35,7 @@ def test_a_job_saves_and_later_ends_when_it_is_asked(tmp_path: Path) -> None:
     assert run.console().rstrip().endswith(ended["reason"])
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_node_that_is_to_be_drained(tmp_path: Path) -> None:
     with agents(tmp_path / "job", "2:2", 1, ("agreeing.py", "100000", "100000")) as job:
         job.start("n1", "n2")

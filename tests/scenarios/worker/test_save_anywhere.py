@@ -101,6 +101,7 @@ def ended_of(line: str) -> dict[str, Any]:
     return {name: value for name, value in ended(line).items() if name != "samples"}
 
 
+@pytest.mark.long
 def test_one_rank_alone_that_saves_between_steps_ends_with_an_error(tmp_path: Path) -> None:
     """The others cannot know of it: they go on, and what they would save is of another step."""
     outputs = [tmp_path / f"output-{rank}" for rank in range(2)]

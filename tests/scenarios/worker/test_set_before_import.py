@@ -123,6 +123,7 @@ def test_after_a_restart_the_zygote_has_imported_under_what_the_script_sets(tmp_
         assert found["first"]["environment"]["OMP_NUM_THREADS"] == "1", "as the script finds it"
 
 
+@pytest.mark.long
 def test_ranks_that_set_different_values_start_cold(tmp_path: Path) -> None:
     run, mine = under_outlast(tmp_path / "mine", "OMP_NUM_THREADS=1RANK")
     assert [one["environment"]["OMP_NUM_THREADS"] for one in mine] == ["10", "11"]

@@ -94,6 +94,7 @@ def test_a_restart_takes_them_and_none_outlives_its_zygote_or_its_agent(run: Run
     until(lambda: all(map(is_gone, following)), run.console)
 
 
+@pytest.mark.long
 def test_a_script_that_was_changed_meanwhile_runs_as_it_is(run: Run, tmp_path: Path) -> None:
     first = run.pids(1)
     waiting(run)

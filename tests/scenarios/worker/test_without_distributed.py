@@ -20,6 +20,7 @@ def a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 def test_one_rank_trains_and_is_started_again(tmp_path: Path) -> None:
     alone, launched = tmp_path / "alone", tmp_path / "launched"
     script = [sys.executable, str(SCRIPTS / "alone.py"), str(tmp_path / "plain"), str(alone)]
