@@ -10,6 +10,7 @@ so that a run goes on where it was stopped. "applies": false: it no longer fits.
     python bench/defects.py --out defects.jsonl            all of them
     python bench/defects.py ledger-charges-the-living      one
     python bench/defects.py --check                        only whether each still applies
+    python bench/defects.py --quick --out defects.jsonl    only the named tests; what survives is not written
     python bench/defects.py none                           a copy without a defect: nothing may be found
 """
 
@@ -96,7 +97,7 @@ def finder(folder: Path, arguments: list[str], processes: int) -> tuple[str, int
     return found[1] if found else "", done.returncode
 
 
-def judge(name: str, processes: int) -> dict[str, Any]:
+def judge(name: str, processes: int, quick: bool = False) -> dict[str, Any]:
     """Return what became of one defect."""
     capabilities, words, named = heading(name)
     result: dict[str, Any] = {"defect": name, "words": words, "applies": True, "found": False}
@@ -107,6 +108,8 @@ def judge(name: str, processes: int) -> dict[str, Any]:
             return {**result, "applies": False}
         began = time.monotonic()
         for part, arguments in parts(folder, capabilities, named):
+            if quick and part != "named test":
+                break
             test, code = finder(folder, arguments, 0 if part == "named test" else processes)
             if code not in (0, 5):  # 5: no test
                 seconds = round(time.monotonic() - began, 1)
@@ -123,6 +126,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--processes", type=int, default=2 * (os.cpu_count() or 1))
     options = parser.parse_args()
     names = options.names or sorted(path.stem for path in DEFECTS.glob("*.diff"))
@@ -132,9 +136,9 @@ def main() -> None:
         if options.check:
             result: dict[str, Any] = {"defect": name, "applies": applies(name)}
         else:
-            result = judge(name, options.processes)
+            result = judge(name, options.processes, options.quick)
         print(json.dumps(result), flush=True)
-        if options.out and not options.check:
+        if options.out and not options.check and not (options.quick and not result["found"]):
             with open(options.out, "a") as file:
                 file.write(json.dumps(result) + "\n")
 
