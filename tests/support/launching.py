@@ -98,6 +98,17 @@ class Run:
                 found.append(json.loads(line))
         return [one for one in found if kind in (None, one["kind"])]
 
+    def until(self, condition: Callable[[], Any], what: str = "what is waited for") -> Any:
+        """Return the first true answer of a condition; fail when the launcher ends before it is true."""
+
+        def true_or_over() -> Any:
+            over = self.process is not None and self.process.poll() is not None
+            answer = condition()
+            assert answer or not over, f"ended with {self.finish()} before {what}; console:\n{self.console()}"
+            return answer
+
+        return until(true_or_over, lambda: f"{what}; console:\n{self.console()}")
+
     def pids(self, generation: int | None = None) -> list[int]:
         """Return the ranks' pids of a generation (the newest one by default) once they are known."""
 
@@ -107,7 +118,7 @@ class Run:
             ]
             return started[-1]["pids"] if started else []
 
-        return until(known, f"generation {generation} to start; console:\n{self.console()}")
+        return self.until(known, f"generation {generation} to start")
 
     def wait_step(self, step: int, generation: int | None = None) -> None:
         """Wait until the trace of every rank of a generation shows a step."""
@@ -122,7 +133,7 @@ class Run:
                             ranks[path.name] = one["world"]
             return bool(ranks) and len(ranks) == next(iter(ranks.values()))
 
-        until(reached, f"step {step} of generation {generation}; console:\n{self.console()}")
+        self.until(reached, f"step {step} of generation {generation}")
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

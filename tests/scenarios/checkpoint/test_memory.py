@@ -95,9 +95,9 @@ def test_a_damaged_copy_in_memory_gives_way_to_one_on_disk(tmp_path: Path) -> No
     options = ("--nproc-per-node", "2")
     run = Run(tmp_path / "run", "replicated.py", str(trace), "10", "hold=8", options=options)
     with running(run):
-        until(lambda: len(list(trace.glob("held-*.g1"))) == 2, run.console)
+        run.until(lambda: len(list(trace.glob("held-*.g1"))) == 2)
         newest = memory_of(run) / "memory" / "step-000000009.g1"
-        until(lambda: newest.exists() and copies(run.folder) == [4, 8], run.console)
+        run.until(lambda: newest.exists() and copies(run.folder) == [4, 8])
         flip(newest / "rank-00001-of-00002.safetensors")
         os.kill(run.pids()[1], signal.SIGKILL)
         (trace / "go").touch()
@@ -113,10 +113,10 @@ def test_a_memory_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
         memory = memory_of(run)
         shutil.rmtree(memory, ignore_errors=True)
         at = last_step(tmp_path)
-        until(lambda: list((memory / "memory").glob("step-*")), run.console)
+        run.until(lambda: list((memory / "memory").glob("step-*")))
         run.wait_step(at + 20)
         os.kill(run.pids()[1], signal.SIGKILL)
-        until(lambda: run.records("loaded"), run.console)
+        run.until(lambda: run.records("loaded"))
     assert run.records("loaded")[0]["step"] > at
 
 

@@ -80,7 +80,7 @@ def test_an_outage_of_the_disk_is_waited_out(tmp_path: Path, kind: str) -> None:
             run.folder = behind  # as this process sees it
             rank = run.pids()[0]
             if kind == "hang":  # saves wait for it, and so do the ranks in the end
-                until(switch.exists, run.console)
+                run.until(switch.exists)
                 shown = len(run.console())
                 until(lambda run=run, at=shown: str(mounted) in run.console()[at:], run.console)  # noqa: B023
                 switch.unlink()
@@ -110,9 +110,9 @@ def test_a_restart_in_an_outage_waits_for_the_disk(tmp_path: Path) -> None:
         assert run.process is not None
         process, run.folder = run.process, behind
         (rank,) = run.pids()
-        until(switch.exists, run.console)
+        run.until(switch.exists)
         os.kill(rank, signal.SIGKILL)
-        until(lambda: "restart-in-job" in run.console(), run.console)
+        run.until(lambda: "restart-in-job" in run.console())
         tried = time.monotonic() + 1.5  # the logs of the next generation cannot be made at first
         until(lambda: time.monotonic() > tried or process.poll() is not None, run.console)
         switch.unlink()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 pytestmark = needs("lightning")
 SCRIPT = "nemo_trainer.py"
@@ -73,7 +73,7 @@ def test_a_simulated_fault_hits_the_first_start_and_the_end_is_flagged(
 def test_the_signal_of_the_callback_saves_and_ends_the_job(tmp_path: Path) -> None:
     folder, run = tmp_path / "job", job(tmp_path / "job", SCRIPT, "quiet", pace=0.3)
     with running(run):
-        until(reached(folder / "steps-0", 8), run.console)
+        run.until(reached(folder / "steps-0", 8))
         os.kill(run.pids()[1], signal.SIGUSR2)
         assert run.finish() == 75, run.console()
     step = json.loads((folder / "steps-0").read_text().splitlines()[-1])["step"]

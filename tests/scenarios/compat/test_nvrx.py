@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running
 from tests.support.ranks import lines
 
 SCRIPT = str(SCRIPTS / "megatron_loop.py")
@@ -83,7 +83,7 @@ def test_a_preempted_job_goes_on_from_its_checkpoint(tmp_path: Path, undisturbed
     folder = tmp_path / "job"
     run = job(folder, "pace@0.2")
     with running(run):
-        until((folder / "checkpoint.pt").exists, run.console)
+        run.until((folder / "checkpoint.pt").exists)
         assert run.process is not None
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 128 + signal.SIGTERM, run.console()

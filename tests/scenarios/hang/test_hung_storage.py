@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.support.faulty import needs_fuse, with_faults
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 RANK = """
 import os, sys
@@ -31,7 +31,7 @@ def test_the_agent_does_not_wait_for_the_file_system_of_a_hung_rank(tmp_path: Pa
     run.command = with_faults(run.command, behind, mounted, switch)
     try:
         with running(run):
-            until(lambda: run.records("fault_seen"), run.console)
+            run.until(lambda: run.records("fault_seen"))
             assert switch.exists()
             (fault,) = run.records("fault_seen")
             assert (fault["fault"], fault["rank"]) == ("hang", 0)

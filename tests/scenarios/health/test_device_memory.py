@@ -117,7 +117,7 @@ def test_the_next_workers_start_when_the_memory_of_all_before_is_free(tmp_path: 
             _, freed = job.start_of(rank, 2)
             assert {first[0], *second} <= freed, "it has started before"
         (note,) = job.notes()
-        until(lambda: note in run.console(), run.console)
+        run.until(lambda: note in run.console())
 
 
 def test_processes_that_nvml_does_not_list_are_not_waited_for(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         os.kill(first[0], signal.SIGKILL)
         job.start_of(0, 2)
         (note,) = job.notes()
-        until(lambda: note in run.console(), run.console)
+        run.until(lambda: note in run.console())
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks import alone, job, lines_of, needs, reached
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 pytestmark = needs("accelerate")
 ANNOUNCED, RESUMED = "accelerated.py", "accelerate_resumed.py"
@@ -38,7 +38,7 @@ def test_a_preempted_script_saves_and_leaves_its_loop(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, ANNOUNCED, "", pace=0.3)
     with running(run):
-        until(reached(folder / "steps-0", 4), run.console)
+        run.until(reached(folder / "steps-0", 4))
         os.kill(run.pids()[1], signal.SIGTERM)
         assert run.finish() == PREEMPTED, run.console()
     last = [int(lines_of(folder / f"steps-{rank}")[-1]) for rank in (0, 1)]

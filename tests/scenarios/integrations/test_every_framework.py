@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks import ENVIRONMENT, job, lines_of, skip_without
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 pytestmark = pytest.mark.timeout(600)  # some frameworks import for long
 PREEMPTED = 75
@@ -104,7 +104,7 @@ def test_a_killed_job_ends_as_without(
 
 def saved(run: Run) -> int:
     """Return the pid of rank 1 once there is a checkpoint."""
-    until(lambda: run.records("saved") or run.records("script_saved"), run.console)
+    run.until(lambda: run.records("saved") or run.records("script_saved"), "a checkpoint")
     return run.pids()[1]
 
 

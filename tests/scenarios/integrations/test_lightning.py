@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks import alone, job, needs, reached
-from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running
 
 pytestmark = needs("lightning")
 SCRIPT = "lightning_trainer.py"
@@ -36,7 +36,7 @@ def test_a_preempted_job_saves_where_last_finds_it(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "explicit", pace=0.3)
     with running(run):
-        until(reached(folder / "steps-0", 8), run.console)
+        run.until(reached(folder / "steps-0", 8))
         os.kill(run.pids()[1], signal.SIGTERM)
         assert run.finish() == PREEMPTED, run.console()
     steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]

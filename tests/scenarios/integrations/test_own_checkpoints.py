@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.frameworks import ENVIRONMENT, job, lines_of, reached, skip_without
-from tests.support.launching import DEADLINE, running, until
+from tests.support.launching import DEADLINE, running
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -119,7 +119,7 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path, way: Way, undisturbed: str) -
     options = ("--ft-rank-heartbeat-timeout", str(way.silent))
     run = job(tmp_path / "job", way.script, way.kind, pace=0.5, options=options)
     with running(run, **ENVIRONMENT):
-        until(reached(tmp_path / "job" / "steps-0", way.disturbed), run.console)
+        run.until(reached(tmp_path / "job" / "steps-0", way.disturbed))
         os.kill(run.pids()[1], signal.SIGSTOP)
         assert run.finish() == 0, run.console()
     assert [one["fault"] for one in run.records("fault_seen")] == ["hang"]
@@ -131,7 +131,7 @@ def test_a_preempted_job(tmp_path: Path, way: Way, undisturbed: str) -> None:
     """The launcher is told to end; the same command goes on."""
     run = job(tmp_path / "job", way.script, way.kind, pace=0.5)
     with running(run, **ENVIRONMENT):
-        until(reached(tmp_path / "job" / "steps-0", way.disturbed), run.console)
+        run.until(reached(tmp_path / "job" / "steps-0", way.disturbed))
         assert run.process is not None
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 128 + signal.SIGTERM, run.console()

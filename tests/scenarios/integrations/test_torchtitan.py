@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks import alone, job, reached
-from tests.support.launching import running, until
+from tests.support.launching import running
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,7 +43,7 @@ def test_torchtitans_own_checkpoints_are_gone_on_from(
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "plain", pace=0.5, options=("--ft-rank-heartbeat-timeout", "30"))
     with running(run):
-        until(reached(folder / "steps-0", 7), run.console)
+        run.until(reached(folder / "steps-0", 7))
         assert run.process is not None
         if stopped:
             os.kill(run.pids()[1], signal.SIGSTOP)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks import alone, job, lines_of, needs, reached
-from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
+from tests.support.launching import DEADLINE, SCRIPTS, Run, running
 
 pytestmark = needs("transformers", "accelerate")
 SCRIPT = "hf_trainer.py"
@@ -45,7 +45,7 @@ def test_the_callback_gives_the_job_back_with_a_checkpoint_of_the_trainer(tmp_pa
     folder = tmp_path / "job"
     run = job(folder, SCRIPT, "callback", pace=0.3)
     with running(run):
-        until(reached(folder / "steps-0", 4), run.console)
+        run.until(reached(folder / "steps-0", 4))
         os.kill(run.pids()[1], signal.SIGTERM)
         assert run.finish() == 75, run.console()
     steps = [json.loads((folder / f"steps-{rank}").read_text().splitlines()[-1])["step"] for rank in (0, 1)]

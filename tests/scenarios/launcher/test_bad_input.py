@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import SCRIPTS, Run, running, until
+from tests.support.launching import SCRIPTS, Run, running
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
 
@@ -48,7 +48,7 @@ def test_an_event_log_that_cannot_be_written_any_more_is_reported_once(tmp_path:
         run.wait_step(2)
         (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
         (tmp_path / "link").replace(tmp_path / "run" / "events.jsonl")  # a log that is missing is made anew
-        until(lambda: "events.jsonl" in run.console(), run.console)
+        run.until(lambda: "events.jsonl" in run.console())
         assert run.process is not None
         run.process.terminate()
         run.finish()

@@ -306,7 +306,7 @@ def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp
     run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",), cold=True)
     with running(run):
         assert run.process is not None
-        until((tmp_path / "there").exists, run.console)
+        run.until((tmp_path / "there").exists)
         ranks = run.pids()
         forks = [pid for pid in children_running(run.process.pid, "zygote.py") if os.getsid(pid) == pid]
         zygote, *hosts = sorted(set(forks) - set(ranks))

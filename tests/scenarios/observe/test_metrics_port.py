@@ -48,7 +48,7 @@ def samples(url: str, name: str) -> dict[tuple[str, ...], float]:
 
 def told(run: Run) -> str:
     """Return where the agent serves its metrics."""
-    found = until(lambda: re.search(r"(http://127\.0\.0\.1:\d+/metrics)\s", run.console()), run.console)
+    found = run.until(lambda: re.search(r"(http://127\.0\.0\.1:\d+/metrics)\s", run.console()))
     return str(found[1])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import agents
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 
 def request(*words: str | Path) -> None:
@@ -23,10 +23,10 @@ def test_a_job_saves_and_later_ends_when_it_is_asked(tmp_path: Path) -> None:
     words = (str(tmp_path / "trace"), "100000", "100000")
     run = Run(tmp_path / "run", "agreeing.py", *words, options=("--standalone", "--nproc-per-node", "2"))
     with running(run):
-        until(lambda: run.records("first_step"), run.console)
+        run.until(lambda: run.records("first_step"))
         assert run.records("saved") == []
         request(tmp_path / "run", "save")
-        until(lambda: run.records("saved"), run.console)
+        run.until(lambda: run.records("saved"))
         request(tmp_path / "run", "stop")
         assert run.finish() == 143
     assert run.records("fault_seen") == []

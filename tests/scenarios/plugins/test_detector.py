@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 from tests.support.plugging import documented, install
 
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
@@ -37,7 +37,7 @@ def test_a_detector_that_raises_is_disabled_and_the_job_goes_on(tmp_path: Path) 
     source = "class Broken:\n    name = 'broken'\n    def poll(self, now, node):\n        return 1 / 0\n"
     path = install(tmp_path / "site", "outlast.detectors", "broken", source, "Broken")
     with running(waiting(tmp_path), PYTHONPATH=path) as run:
-        until(lambda: "ZeroDivisionError" in run.console(), run.console)
+        run.until(lambda: "ZeroDivisionError" in run.console())
         (tmp_path / "go").touch()
         assert run.finish() == 0, run.console()
     assert run.records("fault_seen") == []

@@ -221,7 +221,7 @@ def launched(
 
 def trains(tmp_path: Path, run: Run) -> subprocess.Popen[bytes]:
     """Return the launcher once its ranks have done some steps."""
-    until(lambda: len(lines(tmp_path / "trace" / "rank-0")) > 10, run.console)
+    run.until(lambda: len(lines(tmp_path / "trace" / "rank-0")) > 10)
     assert run.process is not None
     return run.process
 
@@ -248,7 +248,7 @@ def test_a_launcher_waits_for_ranks_that_save_and_is_deaf_to_repeats(tmp_path: P
         (tmp_path / "trace" / "slow").touch()
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
-        until((tmp_path / "trace" / "saving-0").exists, run.console)
+        run.until((tmp_path / "trace" / "saving-0").exists)
         process.send_signal(signal.SIGTERM)
         assert run.finish() == TERMINATED, run.console()
     check_same_step(tmp_path, run.console())
@@ -297,9 +297,9 @@ def test_a_rank_that_is_stopped_while_it_gives_the_job_back_is_not_waited_for(tm
     with running(Run(tmp_path / "run", str(script), options=options)) as run:
         assert run.process is not None
         (rank,) = run.pids()
-        until(lambda: run.records("saved"), run.console)
+        run.until(lambda: run.records("saved"))
         run.process.send_signal(signal.SIGTERM)
-        until(lambda: [one for one in run.records("note") if "600s" in one["reason"]], run.console)
+        run.until(lambda: [one for one in run.records("note") if "600s" in one["reason"]])
         os.kill(rank, signal.SIGSTOP)
         assert run.finish() == TERMINATED, run.console()
     assert is_gone(rank)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import SCRIPTS, Run, running, until
+from tests.support.launching import SCRIPTS, Run, running
 
 ONE = ("--nproc-per-node", "1")
 
@@ -104,7 +104,7 @@ def test_an_outage_at_a_restart_is_waited_out_whatever_fails_because_of_it(tmp_p
 @pytest.mark.long
 def test_a_signal_ends_the_wait_for_a_start(tmp_path: Path) -> None:
     with running(Run(tmp_path / "run", "outage.py", "40", "OSError", options=ONE)) as run:
-        until(lambda: any(one["wait"] >= 10 for one in run.records("action_taken")), run.console)
+        run.until(lambda: any(one["wait"] >= 10 for one in run.records("action_taken")))
         assert run.process is not None
         run.process.send_signal(signal.SIGTERM)
         assert run.finish() == 143, run.console()

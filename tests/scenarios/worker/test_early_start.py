@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.support.launching import SCRIPTS, Run, running, until
+from tests.support.launching import SCRIPTS, Run, running
 
 OPTIONS = ("--nproc-per-node", "2", "--max-restarts", "1")
 
@@ -54,7 +54,7 @@ def test_a_store_that_was_promised_is_served_cold_where_no_zygote_lives(tmp_path
 def test_a_store_that_was_promised_and_cannot_be_served_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "early.py", str(tmp_path), "stays", options=OPTIONS)
     with running(run, STARTS_THREAD="1", NO_HOST="1", **held(tmp_path)):
-        until(lambda: "ImportError: not here" in run.console(), run.console)
+        run.until(lambda: "ImportError: not here" in run.console())
         (tmp_path / "over").touch()
         assert run.finish() == 0, run.console()
     first, second = (one["start"] for one in run.records("generation_started"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Run, running, until
+from tests.support.launching import Run, running
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -66,7 +66,7 @@ def test_the_console_names_a_module_that_ranks_wait_for(tmp_path: Path) -> None:
     script.write_text("print('began')\n")
     job = Run(tmp_path / "run", str(script), options=("--preload=is_slow",))
     with running(job, PYTHONPATH=str(tmp_path)) as run:
-        until(lambda: "is_slow" in run.console(), run.console)
+        run.until(lambda: "is_slow" in run.console())
         let_go.touch()
         assert run.finish() == 0, run.console()
     assert "began" in run.console()

@@ -56,8 +56,8 @@ def standbys(run: Run) -> dict[int, int]:
 def waiting(run: Run) -> dict[int, int]:
     """Wait until there are as many standbys as ranks, and their ranks have begun."""
     folder, number = run.folder.parent, max(one["generation"] for one in run.records("generation_started"))
-    until(lambda: len(list(folder.glob(f"{number}-*"))) == WORLD, run.console)
-    return until(lambda: found if len(found := standbys(run)) == WORLD else {}, run.console)
+    run.until(lambda: len(list(folder.glob(f"{number}-*"))) == WORLD)
+    return run.until(lambda: found if len(found := standbys(run)) == WORLD else {})
 
 
 def said(run: Run, generation: int) -> list[list[str]]:
@@ -75,7 +75,7 @@ def test_a_restart_takes_them_and_none_outlives_its_zygote_or_its_agent(run: Run
     (one, other), before = said(run, 2), said(run, 1)
     assert (one[1], other[1]) == ("0", "1")
     assert len({line[2] for line in (one, other, *before)}) == 2 * WORLD, "each has seeds of its own"
-    until(lambda: run.console().count(WARNING) >= 2 * WORLD, run.console)
+    run.until(lambda: run.console().count(WARNING) >= 2 * WORLD)
     assert run.console().count(WARNING) == 2 * WORLD, "of ranks, and of no standby"
 
     killed, left = following
