@@ -27,9 +27,10 @@ def small_disk(path: Path, size: str = "2m") -> Iterator[None]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
-def outlast_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def outlast_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "outlast", "run", *arguments],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=60,
@@ -60,6 +61,18 @@ def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None
     done = outlast_run("--nproc-per-nod3=2", str(SCRIPTS / "counting.py"))
     assert done.returncode == 2, done.stderr
     assert "--nproc-per-node" in done.stderr
+
+
+def test_a_shell_script_names_its_run_folder_in_a_folder_of_any_name_and_an_option_behind_it_is_named(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / os.fsdecode(b"not-utf-8-\xe9")
+    folder.mkdir()
+    (folder / "one.sh").write_text("exit 0\n")
+    done = outlast_run("--no-python", "sh", "one.sh", "--max-restarts", "2", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(folder / "outlast-runs") == ["one"]
+    assert "--max-restarts" in done.stderr
 
 
 def test_a_tier_of_an_unknown_scheme_ends_the_launcher_at_once(tmp_path: Path) -> None:
