@@ -39,8 +39,12 @@ store.save_checkpoint({"global_step": 6}, last)
 assert store.load_checkpoint(last, weights_only=True) == {"global_step": 6}
 assert not list(folder.glob("*.part"))
 
+older = folder / "step=2.ckpt"
+store.save_checkpoint({"global_step": 2}, older)
+os.utime(older, (2, 2))  # the clock was set back, or the folder was copied
 damage(last)
 assert store.load_checkpoint(last, weights_only=True) == {"global_step": 3}, "the newest whole one"
+store.remove_checkpoint(older)
 assert (folder / "last.ckpt.damaged").exists()
 
 damage(first)
