@@ -12,13 +12,15 @@ from tests.support.launching import Run, running
 from tests.support.ranks import lines
 
 
-def ran(folder: Path, ranks: int, *words: object, config: str = "", samples: int = 1000) -> Run:
+def ran(
+    folder: Path, ranks: int, *words: object, config: str = "", samples: int = 1000, workers: int = 0
+) -> Run:
     """Run the script to its end."""
     (folder / "out").mkdir(exist_ok=True)
     (folder / "outlast.toml").write_text(config)
     options = (f"--nproc-per-node={ranks}", "--config", str(folder / "outlast.toml"))
     run = Run(folder / "run", "uneven.py", str(folder / "out"), *map(str, words), options=options)
-    with running(run, SAMPLES=str(samples)):
+    with running(run, SAMPLES=str(samples), WORKERS=str(workers)):
         assert run.finish() == 0, run.console()
     return run
 
@@ -36,7 +38,9 @@ def taken(found: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
 def test_every_sample_once_and_exact_gradients_across_worlds(tmp_path: Path) -> None:
     samples, batch = 50, 14  # steps of 14, 14, 14 and 8 samples
     for ranks, steps in ((3, 2), (1, 3), (4, 8)):
-        ran(tmp_path, ranks, steps, batch, 2, samples=samples)
+        ran(tmp_path, ranks, steps, batch, 2, samples=samples, workers=2 if ranks == 1 else 0)
+        if ranks == 1:
+            assert (tmp_path / "out" / "0.ends").read_text() == "[0, 0]", "they end as in a plain script"
     found = lines_of(tmp_path)
     worlds = {0: 3, 1: 3, 2: 1} | dict.fromkeys(range(3, 8), 4)
     assert {(one["step"], one["world"]) for one in found} == set(worlds.items())

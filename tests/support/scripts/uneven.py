@@ -4,10 +4,12 @@
 
 Each rank appends a line for each step to OUT/<rank>.jsonl. A micro-batch takes SECONDS, from step FROM on
 twice as long on SLOW_RANK. With HEALS above 0, that ends after as many steps with uneven shares, and the
-script ends when they are even again. SAMPLES in the environment is the size of the data set.
+script ends when they are even again. In the environment SAMPLES is the size of the data set, WORKERS the
+number of processes that read it. OUT/<rank>.ends has their exit codes when they are terminated at the end.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -22,7 +24,7 @@ import outlast
 OUT, STEPS, GLOBAL, MICRO = sys.argv[1], *map(int, sys.argv[2:5])
 SLOW, FROM, HEALS = map(int, sys.argv[5:8]) if len(sys.argv) > 5 else (-1, 0, 0)
 SECONDS = float(sys.argv[8]) if len(sys.argv) > 8 else 0.0
-SIZE = int(os.environ.get("SAMPLES", "1000"))
+SIZE, WORKERS = int(os.environ.get("SAMPLES", "1000")), int(os.environ.get("WORKERS", "0"))
 
 
 class Points(Dataset):
@@ -54,7 +56,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = DistributedDataParallel(torch.nn.Linear(3, 1).double())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-batches = outlast.Batches(Points(), GLOBAL, MICRO)
+batches = outlast.Batches(Points(), GLOBAL, MICRO, num_workers=WORKERS)
 uneven = 0
 
 with open(f"{OUT}/{rank}.jsonl", "a") as log, outlast.start(save_interval=1_000_000) as session:
@@ -82,3 +84,9 @@ with open(f"{OUT}/{rank}.jsonl", "a") as log, outlast.start(save_interval=1_000_
         log.write(json.dumps({**line, "seconds": time.monotonic() - began}) + "\n")
         log.flush()
 dist.destroy_process_group()
+readers = multiprocessing.active_children()
+for one in readers:
+    one.terminate()
+    one.join(60.0)
+with open(f"{OUT}/{rank}.ends", "w") as file:
+    json.dump([one.exitcode for one in readers], file)
