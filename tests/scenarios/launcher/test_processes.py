@@ -270,11 +270,13 @@ until(lambda: not list(Path("/dev/shm").glob(f"outlast-{launcher.pid}-*")))
 """
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-
-@pytest.mark.skipif(
+needs_namespace = pytest.mark.skipif(
     subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
     reason="namespaces of processes cannot be made here",
 )
+
+
+@needs_namespace
 @pytest.mark.parametrize("end", ["job", pytest.param("agent", marks=pytest.mark.long)])
 def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_path: Path, end: str) -> None:
     (tmp_path / "rank.sh").write_text(ENDS_EARLY)
@@ -285,6 +287,39 @@ def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_pa
         assert run.finish() == 0, run.console()
     code = -signal.SIGKILL if end == "agent" else 0
     assert (tmp_path / "result").read_text() == f"{code} None"
+
+
+FAILS_FIRST = """
+here=$1
+grep -qx $$ $here/pids 2>/dev/null && { echo $$ >> $here/pids; sleep 0.5; exit 0; }
+echo $$ >> $here/pids
+exit 3
+"""
+HANDS_OUT_AGAIN = """
+import subprocess, sys, time
+from pathlib import Path
+here, command = Path(sys.argv[1]), sys.argv[2:]
+launcher = subprocess.Popen(command)
+while launcher.poll() is None:
+    pids = (here / "pids").read_text().split() if (here / "pids").exists() else []
+    if pids and not Path("/proc", pids[0]).exists():
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(int(pids[0]) - 1))
+    time.sleep(0.001)
+sys.exit(launcher.returncode)
+"""
+
+
+@needs_namespace
+def test_a_rank_with_the_number_of_one_that_failed_has_its_own_exit_code(tmp_path: Path) -> None:
+    """Ranks fail until one has the number of the first, which each new process gets if it can."""
+    (tmp_path / "rank.sh").write_text(FAILS_FIRST)
+    words = ("sh", str(tmp_path / "rank.sh"), str(tmp_path))
+    run = Run(tmp_path / "run", *words, options=("--no-python", "--max-restarts=3"))
+    run.command[:0] = [*NAMESPACE, sys.executable, "-c", HANDS_OUT_AGAIN, str(tmp_path)]
+    with running(run):
+        assert run.finish() == 0, run.console()
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(run.records("fault_seen")) == pids.index(pids[0], 1), run.console()
 
 
 MEETING = """
