@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFECTS = ROOT / "bench" / "defects"
 NONE = "none"
 PART_SECONDS = 3600.0
+DEADLINE = 60  # seconds for what a test waits for: with a defect it often never comes
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -80,6 +81,7 @@ def finder(folder: Path, arguments: list[str], processes: int) -> tuple[str, int
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--dist", "loadfile", "-n", str(processes)]
     # The copy stands before the tree that is installed, in every process that a test starts.
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "TMPDIR": str(folder / "tmp")}
+    environment["TESTS_DEADLINE"] = str(DEADLINE)
     try:
         done = subprocess.run(
             [*command, *arguments],

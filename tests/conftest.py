@@ -17,7 +17,7 @@ from tests.support.opened import closed_at_end
 set_apart()
 
 LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts", "doctor"}
-COMPLETE = bool(os.environ.get("OUTLAST_TESTS_COMPLETE"))  # what a test needs is there, but for a GPU
+COMPLETE = bool(os.environ.get("TESTS_COMPLETE"))  # what a test needs is there, but for a GPU
 OF_A_GPU = ("no GPU", "no accelerator")
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":
