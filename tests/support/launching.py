@@ -18,7 +18,7 @@ from tests.support import warm
 _AT_THE_START = ("PYTHON", "OMP", "LD_", "MALLOC")  # what an interpreter and torch read as they start
 PYTHON = [sys.executable, "-m"]
 SCRIPTS = Path(__file__).parent / "scripts"
-DEADLINE = float(os.environ.get("TESTS_DEADLINE", 180))  # seconds: a loaded machine imports torch slowly
+DEADLINE = float(os.environ.get("TESTS_DEADLINE", "180"))  # seconds: a loaded machine imports torch slowly
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], deadline: float = DEADLINE) -> Any:
