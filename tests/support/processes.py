@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+_PIDFD_GETFD = 438  # of every architecture
 _SEIZE, _INTERRUPT, _DETACH, _ALL = 0x4206, 0x4207, 17, 0x40000000  # linux/ptrace.h, linux/wait.h
 
 
@@ -50,16 +52,35 @@ def is_alive(pid: int) -> bool:
 
 def listening(pid: int) -> set[int]:
     """Return the TCP ports that a process listens at, by IPv4."""
-    sockets = set()
+    return {int(row[1].partition(":")[2], 16) for _, row in _tcp_sockets(pid) if row[3] == "0A"}
+
+
+def break_connections(pid: int) -> int:
+    """Shut down the connections that a process has by IPv4, at both ends; return how many there were."""
+    found = [descriptor for descriptor, row in _tcp_sockets(pid) if row[3] == "01"]
+    holder = os.pidfd_open(pid)
+    for descriptor in found:
+        with contextlib.suppress(OSError), _taken(holder, descriptor) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    os.close(holder)
+    return len(found)
+
+
+def _taken(holder: int, descriptor: int) -> socket.socket:
+    number = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, holder, descriptor, 0)
+    if number < 0:
+        raise OSError(ctypes.get_errno(), f"descriptor {descriptor} cannot be taken")
+    return socket.socket(fileno=number)
+
+
+def _tcp_sockets(pid: int) -> list[tuple[int, list[str]]]:
+    """Return the descriptors of a process that are TCP sockets, each with its row of /proc/net/tcp."""
+    held = {}
     for path in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):
-            sockets.add(os.readlink(path))
+            held[os.readlink(path)] = int(path.name)
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {
-        int(row[1].partition(":")[2], 16)
-        for row in rows
-        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
-    }
+    return [(held[name], row) for row in rows if (name := f"socket:[{row[9]}]") in held]
 
 
 def children_running(parent: int, words: str) -> set[int]:

@@ -9,11 +9,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.support.agents import Agents, agents
-from tests.support.processes import main_thread_stopped
+from tests.support.processes import break_connections, main_thread_stopped
 
 NAMES = ("n0", "n1", "n2")
 
@@ -129,3 +130,23 @@ class TestLeaders:
         assert job.finish() == dict.fromkeys(NAMES, 0), job.consoles()
         assert job.generations()[-1] == first + 1
         job.nothing_left()
+
+
+def test_a_job_that_needs_both_nodes_keeps_them_when_connections_break_and_takes_back_a_stopped_one(
+    tmp_path: Path,
+) -> None:
+    options = ("--max-restarts", "9", "--ping-timeout", "4")
+    with agents(tmp_path / "job", "2:2", options=options) as job:
+        job.start_founder()
+        job.start("n1")
+        first = job.until_runs(2)
+        for _ in range(3):
+            job.until(lambda: break_connections(job.agents["n1"].pid), "connections")
+            before = len(job.commits())
+            job.until(lambda past=before: len(job.commits()) > past + 5, "commits")
+        assert job.generations()[-1] == first, job.consoles()
+        job.send("n1", signal.SIGSTOP)
+        job.until(lambda: job.lost("n1", first - 1), "the loss")
+        job.send("n1", signal.SIGCONT)
+        job.until_commit(job.until_runs(2, after=first))
+        assert job.generations()[-1] == first + 1, job.consoles()
