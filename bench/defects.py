@@ -103,7 +103,7 @@ def judge(name: str, processes: int, quick: bool = False) -> dict[str, Any]:
     """Return what became of one defect."""
     capabilities, words, named = heading(name)
     result: dict[str, Any] = {"defect": name, "words": words, "applies": True, "found": False}
-    with tempfile.TemporaryDirectory(prefix="defect-", dir="/tmp") as scratch:
+    with tempfile.TemporaryDirectory(prefix="defect-", dir=ROOT.parent) as scratch:  # tests hide /tmp
         folder = Path(scratch)
         (folder / "tmp").mkdir()
         if not copy_of(name, folder):

@@ -257,6 +257,7 @@ def _main() -> None:
 def _environment(found: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(found)
+    tempfile.tempdir = None  # found anew, under these variables
 
 
 def _die_with(parent: int) -> None:
