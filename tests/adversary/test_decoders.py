@@ -389,6 +389,13 @@ def test_a_number_of_too_many_digits_is_no_option(tmp_path: Path, number: str) -
         settings.load_config(tmp_path / "config.toml", {})
 
 
+@pytest.mark.parametrize("time", ["9" * 400, "1e999", "-1", "NaN"])
+def test_a_time_without_a_day_is_none_of_a_trace(time: str) -> None:
+    trace = [{**one, "event_time": "TIME"} for one in TRACE]
+    with pytest.raises(fault_logs.BadLog):
+        fault_logs.Logs().add(json.dumps(trace).replace('"TIME"', time))
+
+
 @pytest.mark.parametrize("cell", ["x" * 200_000, '"' + "x\n" * 200_000, "\x00", "9" * 5000])
 def test_a_cell_of_any_form_is_no_sample(tmp_path: Path, cell: str) -> None:
     path = tmp_path / "big.csv"

@@ -83,6 +83,15 @@ def scribble(value: int) -> None:
             memory[8 * word : 8 * word + 8] = struct.pack("<q", value)
 
 
+def state() -> None:
+    """Be in a state that there is not, for as long as the agent needs to see it."""
+    with open(page, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        known = memory[8 * 19 : 8 * 20]
+        memory[8 * 19 : 8 * 20] = struct.pack("<q", 77)
+        time.sleep(1.5)
+        memory[8 * 19 : 8 * 20] = known
+
+
 def deaf() -> None:
     """Have the agent ask this thread for an answer, and find a FIFO in its place."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -106,6 +115,7 @@ def end_with(content: str | None) -> None:
 def attack() -> None:
     match generation:
         case 1:
+            state()
             gate()
             control(*CONTROL)
             for part in range(30):  # it is no hang that is to be found here
