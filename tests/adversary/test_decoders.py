@@ -391,9 +391,10 @@ def test_a_number_of_too_many_digits_is_no_option(tmp_path: Path, number: str) -
 
 @pytest.mark.parametrize("time", ["9" * 400, "1e999", "-1", "NaN"])
 def test_a_time_without_a_day_is_none_of_a_trace(time: str) -> None:
-    trace = [{**one, "event_time": "TIME"} for one in TRACE]
+    text = json.dumps([{**one, "event_time": "TIME"} for one in TRACE])
+    fault_logs.Logs().add(text.replace('"TIME"', "1.5").encode())
     with pytest.raises(fault_logs.BadLog):
-        fault_logs.Logs().add(json.dumps(trace).replace('"TIME"', time))
+        fault_logs.Logs().add(text.replace('"TIME"', time).encode())
 
 
 @pytest.mark.parametrize("cell", ["x" * 200_000, '"' + "x\n" * 200_000, "\x00", "9" * 5000])
