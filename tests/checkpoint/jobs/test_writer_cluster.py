@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -137,8 +137,12 @@ def test_a_writer_that_starts_again_leaves_what_it_has_reported_as_it_is(
     team.start(replication=False)
     team.train(1, durable=lambda _: True)
 
-    def begun() -> dict[str, int]:
-        return {path.name: path.stat().st_ino for path in other.durable.glob(".tmp-*/*")}
+    def made(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+        """Return when each file was last changed, besides its number, which a new file may have again."""
+        return {path.name: (path.stat().st_ino, path.stat().st_ctime_ns) for path in paths}
+
+    def begun() -> dict[str, tuple[int, int]]:
+        return made(other.durable.glob(".tmp-*/*"))
 
     until(lambda: len(begun()) == 2 * 2 + 2, "a copy that lacks its name alone")
     before, pid = begun(), other.status().pid
@@ -148,7 +152,7 @@ def test_a_writer_that_starts_again_leaves_what_it_has_reported_as_it_is(
     until(lambda: other.status().pid not in (0, pid) and other.status().port, "the next writer")
     lease.allow(1, boot_time() + 600)
     until(lambda: other.status().durable_step == 1, "word of the copy")
-    files = {path.name: path.stat().st_ino for path in (other.durable / copy_name(1, 1)).iterdir()}
+    files = made((other.durable / copy_name(1, 1)).iterdir())
     assert {name: files[name] for name in before} == before
     assert verify(DirectoryTier(other.durable), copy_name(1, 1), None).state is CopyState.WHOLE
     lease.close()
