@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 from tests.support.faulty import needs_fuse, with_faults
-from tests.support.launching import Run, running
+from tests.support.launching import Run, running, until
 
 RANK = """
 import os, sys
@@ -26,18 +27,22 @@ def test_the_agent_does_not_wait_for_the_file_system_of_a_hung_rank(tmp_path: Pa
     with open(behind / "data", "wb") as file:
         file.truncate(8 << 20)
     script.write_text(RANK)
-    options = ("--nproc-per-node=1", "--ft-initial-rank-heartbeat-timeout=4", "--max-restarts=0")
+    options = ("--nproc-per-node=1", "--ft-initial-rank-heartbeat-timeout=4", "--max-restarts=1")
     run = Run(tmp_path / "run", str(script), str(mounted / "data"), str(switch), options=options)
     run.command = with_faults(run.command, behind, mounted, switch)
-    try:
-        with running(run):
+    with running(run):
+        try:
             run.until(lambda: run.records("fault_seen"))
             assert switch.exists()
             (fault,) = run.records("fault_seen")
             assert (fault["fault"], fault["rank"]) == ("hang", 0)
             (verdict,) = (tmp_path / "run" / "incidents").glob("*/verdict.json")
             assert "storage" in json.loads(verdict.read_text())["ranks"][0]["doing"]
+            # It outlives SIGKILL. The agent obeys meanwhile, before it gives the rank up, after 10 seconds.
+            assert run.process is not None
+            run.process.send_signal(signal.SIGTERM)
+            until(lambda: len(run.records("action_taken")) > 1, run.console, deadline=9.0)
             switch.unlink()
-            assert run.finish() == 1
-    finally:
-        switch.unlink(missing_ok=True)
+            assert run.finish() == 143, run.console()
+        finally:
+            switch.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty import needs_fuse, with_faults
 from tests.support.launching import DEADLINE, Run, until
 
 pytestmark = pytest.mark.timeout(420)
@@ -128,6 +129,35 @@ def test_several_ranks(tmp_path: Path, options: tuple[str, ...], terminals: int)
     for rank in range(2):
         assert (f"{rank}| sees False False None" in shown) is (not options)
     assert bool(list(tmp_path.rglob("stdout.log"))) is (options != ("--redirects=0",))
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+while not Path(sys.argv[1]).exists():
+    print("goes on", flush=True)
+    time.sleep(0.05)
+"""
+
+
+@needs_fuse
+def test_the_launcher_does_not_wait_for_the_file_system_of_a_log(tmp_path: Path) -> None:
+    behind, mounted, switch, end = (tmp_path / one for one in ("behind", "mounted", "hangs", "end"))
+    behind.mkdir()
+    mounted.mkdir()
+    (tmp_path / "train.py").write_text(WRITES)
+    run = Run(mounted / "run", str(tmp_path / "train.py"), str(end))
+    run.command = with_faults(run.command, behind, mounted, switch)
+    with on_terminal(run) as found:
+        try:
+            found.sees("goes on")
+            before = found.shown.count(bytes(run.folder))
+            switch.touch()
+            until(lambda: found.read().count(str(run.folder)) > before, found.read, deadline=60.0)
+        finally:
+            switch.unlink(missing_ok=True)
+        end.touch()
+        assert found.finish() == 0, found.shown
 
 
 TRAINS = """
