@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tests.support import warm
 from tests.support.launching import SCRIPTS
-from tests.support.saved_steps import TENSORS, made, name_of
+from tests.support.saved_steps import TENSORS, made, name_of, records
 
 
 def worlds(folder: Path, *wanted: str) -> list[list[dict[str, Any]]]:
@@ -47,10 +48,22 @@ def test_every_bit_arrives_in_every_world(plan: str, tmp_path: Path) -> None:
             assert answer.get("content") == saved["content"], (world, answer)
             assert (answer["restored"], answer["place"]) == (3, {"sample": 17})
             assert math.isfinite(answer["loss"])
+    ranks = [int(world.split(":")[1]) for world in PLANS[plan].split()]
+    for generation, here in enumerate(ranks):
+        loads = {tuple(numbers[:2]) for numbers in noted(tmp_path / "run", generation)}
+        assert ((str(ranks[0]), str(here)) in loads) == (here != ranks[0]), (
+            "the run is another one from here on"
+        )
     model = torch.nn.Sequential(
         torch.nn.Linear(5, 6), torch.nn.GELU(), torch.nn.Linear(6, 2), torch.nn.LayerNorm(2)
     )
     assert read_by_dcp(tmp_path / "run" / "checkpoints" / name_of(3), model) == saved["content"]
+
+
+def noted(run: Path, generation: int) -> list[list[str]]:
+    """Return the numbers in each note of a generation."""
+    notes = (one["reason"] for one in records(run, "note") if one["generation"] == generation)
+    return [re.findall(r"\d+", one) for one in notes]
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import sys
 import traceback
 from pathlib import Path
@@ -83,6 +84,8 @@ def live(folder: Path, rank: int, layout: str, ranks: int, deed: str) -> dict[st
     if own:
         state["own"] = {"number": torch.full((2,), float(rank) if saves else -1.0)}
     torch.manual_seed(3)
+    if layout == "ddp":  # no random state differs between ranks; a fork has a new one of random's
+        random.seed(3)
     options = outlast.CheckpointOptions(async_save=False, timeout=60.0)
     with outlast.start(str(folder / "run"), save_interval=10**6, checkpoints=options) as session:
         restored = session.restore(**state)
