@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +63,7 @@ def iteration_of(path: str) -> int:
     return torch.load(path, weights_only=False)["global_step"]
 
 
-def fit(end: int, local: LocalCheckpointCallback | None, plugin=None) -> int:
+def fit(end: int, local: LocalCheckpointCallback | None, plugin=None, told=iteration_of) -> int:
     """Train until a crash after a step; return the step of the checkpoint that it went on from."""
     traced = Traced(end)
     trainer = pl.Trainer(
@@ -80,12 +81,16 @@ def fit(end: int, local: LocalCheckpointCallback | None, plugin=None) -> int:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    update_trainer_local_checkpoint_io(trainer, str(folder), iteration_of)
+    update_trainer_local_checkpoint_io(trainer, str(folder), told)
     assert isinstance(trainer.strategy.checkpoint_io, LocalCheckpointIO) == (local is not None)
     data = torch.utils.data.DataLoader(torch.ones(40, 2))
     with pytest.raises(Crash):
         trainer.fit(Model(), data, ckpt_path="last")
     return traced.began
+
+
+def untrue(path: str) -> int:
+    return iteration_of(path) - 1
 
 
 def files() -> list[str]:
@@ -100,6 +105,9 @@ def damage(name: str) -> None:
 
 
 rare = LocalCheckpointCallback(every_n_train_steps=100)
+with pytest.raises(UsageError, match=r"get_global_ckpt_iteration_fn.* 2.* 3"):
+    fit(4, rare, told=untrue)
+shutil.rmtree(folder / "kept")
 assert fit(5, LocalCheckpointCallback(every_n_train_steps=1)) == 0
 assert files() == ["step=4.ckpt", "step=5.ckpt"], "two are kept"
 assert fit(7, rare, OutlastCheckpointIO()) == 5, "the Trainer's is of step 3"
