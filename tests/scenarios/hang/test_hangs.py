@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,26 @@ def test_a_script_that_spawns_its_ranks_itself_learns_the_cure(tmp_path: Path) -
         assert cured.finish() == 0, cured.console()
     assert "rank 1: [2.0, 2.0, 2.0]" in cured.console()
     assert variable not in cured.console()
+
+
+OUTSIDE = """
+import time, outlast
+with outlast.start() as session:
+    with session.section("data"):
+        session.heartbeat()
+    time.sleep(1000)
+"""
+
+
+def test_a_hang_outside_of_sections_names_the_option_that_sets_its_limit(tmp_path: Path) -> None:
+    script, option = tmp_path / "train.py", "--ft-rank-out-of-section-timeout"
+    script.write_text(OUTSIDE)
+    options = (f"{option}=1", "--max-restarts=0")
+    with running(Run(tmp_path / "run", str(script), options=options)) as run:
+        assert run.finish() == 1, run.console()
+    (fault,) = run.records("fault_seen")
+    assert (fault["fault"], fault["rank"]) == ("hang", 0), fault
+    assert re.findall(r"--ft-[\w-]+", fault["reason"]) == [option]
 
 
 # Ranks of one node are silent beyond a learned timeout, and ranks of another node wait for them.
