@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.support.launching import Run, running
+from tests.support.saved_steps import made, name_of, records, restored
 
 
 def counting(tmp_path: Path, *faults: str) -> Run:
@@ -55,3 +56,19 @@ def test_a_run_that_was_ended_before_its_first_copy_starts_anew(tmp_path: Path) 
     run = counting(tmp_path, "raise@1@10@1")
     assert launched(run) == 0, run.console()
     assert run.records("loaded") == []
+
+
+def test_copies_that_come_back_do_not_crowd_out_those_of_the_path_that_the_run_took(tmp_path: Path) -> None:
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    aside.mkdir()
+    copies, late = run / "checkpoints", [name_of(5), name_of(6)]
+    made(run, 1, 5, 6)
+    for name in late:
+        (copies / name).rename(aside / name)
+    made(run, 2, 3)
+    for name in late:
+        (aside / name).rename(copies / name)
+    content = made(run, 4, keep_last_n=2)
+    assert [one["checkpoint"] for one in records(run, "loaded")] == [name_of(1), name_of(3, 1)]
+    assert {path.name for path in copies.iterdir()} == {name_of(3, 1), name_of(4, 2)}
+    assert restored(run)[run]["content"] == content[4]
