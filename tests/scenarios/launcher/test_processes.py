@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
-from tests.support.processes import child_running, children_running, state_of, tree_of
+from tests.support.processes import child_running, children_of, children_running, state_of, tree_of
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 60
@@ -200,6 +200,35 @@ def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: P
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)
             os.close(descriptor)
     until(lambda: all(map(is_gone, held)), "the end of all")
+    assert runtime_folders(run.process.pid) == []
+
+
+def ignores(pid: int, *numbers: int) -> bool:
+    """Say whether a process ignores signals."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), 16)
+    return all(mask >> number - 1 & 1 for number in numbers)
+
+
+def test_a_launcher_ends_though_what_cleans_up_after_it_was_stopped(tmp_path: Path) -> None:
+    script, go = tmp_path / "rank.sh", tmp_path / "go"
+    script.write_text("while [ ! -e $1 ]; do sleep 0.05; done")
+    held = -1
+    try:
+        with running(Run(tmp_path / "run", "sh", str(script), str(go), options=("--no-python",))) as run:
+            run.pids()
+            stubborn = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+            (cleaner,) = (pid for pid in children_of(run.process.pid) if ignores(pid, *stubborn))
+            held = os.pidfd_open(cleaner)
+            signal.pidfd_send_signal(held, signal.SIGSTOP)
+            until(lambda: state_of(cleaner) == "T", "it to stand still")
+            go.touch()
+            assert run.finish(60) == 0, run.console()
+            assert is_gone(cleaner)
+    finally:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(held, signal.SIGKILL)
+            os.close(held)
     assert runtime_folders(run.process.pid) == []
 
 
