@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,10 @@ class Training(Run):
 
     def reach(self, step: int) -> None:
         until(lambda: self.step >= step, lambda: f"step {step}:\n{self.console()}")
+
+    def stands(self, seconds: float) -> bool:
+        """Say whether the last step is that old."""
+        return time.time() - (self.script.parent / "step").stat().st_mtime > seconds
 
     @property
     def writer(self) -> int:
@@ -175,6 +181,23 @@ def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
         assert run.finish() == 143, run.console()
     assert run.on_disk() > 20, run.console()
     assert is_gone(first)
+
+
+def test_a_save_that_no_writer_is_there_for_names_the_memory_and_not_the_disk(tmp_path: Path) -> None:
+    """The launcher stands still, so that nobody replaces the writer that is killed."""
+    with running(Training(tmp_path, steps=200)) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        memory = json.loads((run.folder / "memory.json").read_text())["memory"]
+        writer = run.writer
+        run.process.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGKILL)
+        until(lambda: run.stands(5.0), run.console)
+        run.process.send_signal(signal.SIGCONT)
+        assert run.finish() == 0, run.console()
+    reasons = [one["reason"] for one in run.records("note")]
+    assert any(memory in one for one in reasons), reasons
+    assert not any(str(run.folder / "checkpoints") in one for one in reasons), reasons
 
 
 def test_no_process_of_a_killed_launcher_keeps_the_run_folder_locked(tmp_path: Path) -> None:
