@@ -13,14 +13,15 @@ import pytest
 
 from tests.support.agents import Agents, agents
 from tests.support.launching import is_gone, until
+from tests.support.processes import child_running
 
 ONCE = 3 * 4 * (2 * 16 * 20_000 + 3 * 20_000 + 16)  # the parameters and their moments
 OWN = 2 * (2 * 4 * 20_000)  # the statistics of each rank
 
 
 @contextlib.contextmanager
-def trained(folder: Path, nodes: int, *words: str) -> Iterator[Agents]:
-    script, each = ("replicated.py", "12", *words), ("--nproc-per-node", str(2 // nodes))
+def trained(folder: Path, nodes: int, *words: str, options: tuple[str, ...] = ()) -> Iterator[Agents]:
+    script, each = ("replicated.py", "12", *words), ("--nproc-per-node", str(2 // nodes), *options)
     with agents(folder, f"{nodes}:{nodes}", script=script, options=each) as job:
         job.start(*[f"n{number}" for number in range(nodes)])
         yield job
@@ -99,3 +100,21 @@ def test_a_node_that_is_lost_with_its_memory_comes_back_from_the_other(
         loaded = job.records("n0", "loaded") + job.records("n1", "loaded")
         assert finals(job) == expected
     assert max(one["step"] for one in loaded) >= 5, loaded
+
+
+@pytest.mark.long
+def test_what_a_lost_node_was_to_complete_on_disk_is_not_there_after_the_end(tmp_path: Path) -> None:
+    """Its checkpoint writer stands still, so that the other node's part of step 4 is all that is written."""
+    with trained(tmp_path / "begun", 2, "hold=2", options=("--max-restarts", "0")) as job:
+        job.until(lambda: len(list(job.trace.glob("held-*.g1"))) == 2, "step 4 of the first generation")
+        agent = job.agents["n1"].pid
+        writer = job.until(lambda: child_running(agent, "outlast.checkpoint.writer"), "the writer of n1")
+        os.kill(writer, signal.SIGSTOP)
+        (job.trace / "go").touch()
+        copies = job.run / "checkpoints"
+        job.until(lambda: list(copies.glob(".tmp-step-000000004.g1*/*.safetensors")), "a part of step 4")
+        for pid in job.tree("n1"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert job.finish("n0") != {"n0": 0}, job.consoles()
+        job.until(lambda: not list(copies.glob(".tmp-*")), "the removal of what was begun", 30)
