@@ -20,3 +20,11 @@ def test_a_hostile_rank_ends_no_job(tmp_path: Path) -> None:
         assert "told all the same" in faults[1]["reason"]
         assert "Traceback" not in run.console()
         assert 900 < sum(one["reason"].startswith("no ") for one in run.records("note")) < 2900
+
+
+def test_what_a_rank_sends_to_others_runs_no_code_there(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--max-restarts", "0")
+    with running(Run(tmp_path / "run", "sends_objects.py", str(tmp_path), options=options)) as run:
+        assert run.finish(60) == 0, run.console()
+    assert not (tmp_path / "ran").exists()
+    assert "" not in {(tmp_path / f"raised-{rank}").read_text() for rank in (0, 1)}
