@@ -185,14 +185,14 @@ def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
 
 def test_a_save_that_no_writer_is_there_for_names_the_memory_and_not_the_disk(tmp_path: Path) -> None:
     """The launcher stands still, so that nobody replaces the writer that is killed."""
-    with running(Training(tmp_path, steps=200)) as run:
+    with running(Training(tmp_path, steps=60)) as run:
         assert isinstance(run, Training)
         run.reach(25)
         memory = json.loads((run.folder / "memory.json").read_text())["memory"]
         writer = run.writer
         run.process.send_signal(signal.SIGSTOP)
         os.kill(writer, signal.SIGKILL)
-        until(lambda: run.stands(5.0), run.console)
+        until(lambda: run.stands(4.0), run.console)
         run.process.send_signal(signal.SIGCONT)
         assert run.finish() == 0, run.console()
     reasons = [one["reason"] for one in run.records("note")]
