@@ -99,7 +99,8 @@ def test_a_disk_that_fails_costs_a_save_and_one_that_is_slow_costs_none(tmp_path
         assert process.stdout is not None
         first = said(process.stdout.readline() + process.stdout.readline())
         assert [one.get("saved") for one in first] == [None, True]
-        with injected(child_running(process.pid, "writer"), rule, tmp_path / "strace"):
+        writer = until(lambda: child_running(process.pid, "writer"), "the writer")
+        with injected(writer, rule, tmp_path / "strace"):
             saves = said(process.stdout.readline() + process.stdout.readline())
         rest = said(process.stdout.read())
         assert process.wait(DEADLINE) == 0

@@ -69,8 +69,9 @@ class Training(Run):
 
     @property
     def writer(self) -> int:
-        assert self.process is not None
-        return child_running(self.process.pid, "outlast.checkpoint.writer")
+        launcher = self.process
+        assert launcher is not None
+        return int(self.until(lambda: child_running(launcher.pid, "outlast.checkpoint.writer"), "a writer"))
 
     def on_disk(self) -> int:
         """Return the newest step that is committed."""
