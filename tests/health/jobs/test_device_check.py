@@ -103,7 +103,7 @@ def test_kempner_forges_answer_without_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_kempner_forges_answer_with_a_gpu() -> None:
     before = torch.cuda.current_device()
     last = torch.cuda.device_count() - 1
