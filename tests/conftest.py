@@ -81,7 +81,9 @@ def nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
 
     What is there after that has been left behind: processes, shared memory, temporary files.
     """
-    with nullcontext() if request.node.get_closest_marker("shares") else nothing_left(), closed_at_end():
+    meant = [word for mark in request.node.iter_markers("leaves") for word in mark.args]
+    shares = request.node.get_closest_marker("shares")
+    with nullcontext() if shares else nothing_left(*meant), closed_at_end():
         yield
 
 

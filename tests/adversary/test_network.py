@@ -383,6 +383,7 @@ def test_nodes_with_different_tokens_do_not_save_together(
         team.start()
 
 
+@pytest.mark.leaves("outlast-memory-")
 def test_ranks_without_a_token_in_common_do_not_agree_on_a_checkpoint(tmp_path: Path) -> None:
     """Two nodes without a launcher, a shared run folder and a token; rank 0 makes one in its own folder."""
     script, port = tmp_path / "rank.py", free_port()

@@ -55,17 +55,20 @@ def _remove(folder: str, owner: int) -> None:
 
 
 @contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    """Fail if something that appeared in the block is there when ``PATIENCE`` is over; remove it."""
+def nothing_left(*meant: str) -> Iterator[None]:
+    """Fail if something that appeared in the block is there when ``PATIENCE`` is over; remove it.
+
+    Args:
+        meant: words in the command lines and paths of what stays on purpose: it is removed.
+    """
     processes, files = _processes(), _files()
     yield
     deadline = time.monotonic() + PATIENCE
     while True:
         left = _processes(processes)
         kept = _files() - files
-        if not left and not kept:
-            return
-        if time.monotonic() > deadline:
+        found = [one for one in (*left.values(), *map(str, kept)) if not any(word in one for word in meant)]
+        if not found or time.monotonic() > deadline:
             break
         gc.collect()  # the workers of a DataLoader end with its iterator
         time.sleep(0.02)
@@ -75,7 +78,8 @@ def nothing_left() -> Iterator[None]:
     for path in kept:
         shutil.rmtree(path, ignore_errors=True)
         path.unlink(missing_ok=True)
-    pytest.fail(f"left behind: {[*left.values(), *map(str, kept)]}")
+    if found:
+        pytest.fail(f"left behind: {found}")
 
 
 def _files() -> set[Path]:

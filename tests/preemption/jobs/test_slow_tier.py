@@ -13,7 +13,7 @@ from tests.support.launching import until
 from tests.support.ranks import copies, ranks
 from tests.support.s3_bucket import Bucket, proxy, s3_server
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.leaves("outlast.checkpoint.writer", "outlast-memory-")]
 KEYS = {"AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "a-test", "AWS_SECRET_ACCESS_KEY": "a-secret"}
 
 

@@ -81,6 +81,7 @@ def test_a_sound_run_is_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.leaves("outlast-replay-")
 def test_of_a_script_that_does_not_compute_the_same_twice_nothing_is_said(tmp_path: Path) -> None:
     script = train(tmp_path, "random")
     code, said = replay(tmp_path, script, "--to", "8")
@@ -89,6 +90,7 @@ def test_of_a_script_that_does_not_compute_the_same_twice_nothing_is_said(tmp_pa
 
 
 @pytest.mark.long
+@pytest.mark.leaves("outlast-replay-")
 def test_a_replay_that_compares_nothing_names_the_arguments_that_the_run_had(tmp_path: Path) -> None:
     script = train(tmp_path)
     code, said = replay(tmp_path, ())
