@@ -23,7 +23,7 @@ from tests.support.processes import is_alive
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="ray is not installed: pip install ray")
 pytestmark = [
-    pytest.mark.leaves("outlast-"),  # of what was killed with its node
+    pytest.mark.leaves("outlast-ray-"),  # of a killed node
     pytest.mark.timeout(420),
     # Ray's test cluster drops its processes' objects without waiting for them.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),

@@ -23,7 +23,7 @@ PREEMPTED = SCRIPTS / "preempted.py"
 TRAINING = SCRIPTS / "allocated_nodes.py"
 OUTLAST = (sys.executable, "-m", "outlast")
 pytestmark = [
-    pytest.mark.leaves("outlast-"),  # of what was killed with its node
+    pytest.mark.leaves("/dev/shm/outlast-"),  # of a node that went down
     pytest.mark.skipif(bool(missing()), reason=missing() or "a cluster can be started"),
     pytest.mark.timeout(420),
     pytest.mark.long,
