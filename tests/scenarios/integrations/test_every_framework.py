@@ -39,7 +39,8 @@ KILLED = [  # framework, what it does, and undisturbed, the step of the kill, th
     ("deepspeed", "zero0", "zero0", 10, [4, 8, 9]),
     *(pytest.param("deepspeed", way, way, 10, [4, 8, 9], marks=LONG) for way in ZERO),
     ("torchtitan", "none", "plain", 9, [6]),
-    *(pytest.param("torchtitan", way, "plain", 9, [6], marks=LONG) for way in ("async", "plain")),
+    pytest.param("torchtitan", "async", "plain", 9, [3, 6], marks=LONG),  # the save of 6 may not be whole yet
+    pytest.param("torchtitan", "plain", "plain", 9, [6], marks=LONG),
     pytest.param("torchtitan", "damaged", "plain", 9, [3], marks=LONG),
 ]
 
