@@ -330,6 +330,7 @@ needs_namespace = pytest.mark.skipif(
 
 
 @needs_namespace
+@pytest.mark.leaves("/dev/shm/outlast-memory-")  # of the launcher that is killed
 @pytest.mark.parametrize("end", ["job", pytest.param("agent", marks=pytest.mark.long)])
 def test_a_process_with_the_number_of_a_rank_that_has_ended_is_not_killed(tmp_path: Path, end: str) -> None:
     (tmp_path / "rank.sh").write_text(ENDS_EARLY)
