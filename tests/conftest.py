@@ -82,8 +82,7 @@ def nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
     What is there after that has been left behind: processes, shared memory, temporary files.
     """
     meant = [word for mark in request.node.iter_markers("leaves") for word in mark.args]
-    # Of the long ones a half has been looked at: the others may leave something on purpose.
-    shares = any(request.node.get_closest_marker(name) for name in ("shares", "long"))
+    shares = request.node.get_closest_marker("shares")
     with nullcontext() if shares else nothing_left(*meant), closed_at_end():
         yield
 
