@@ -28,6 +28,7 @@ from outlast.ipc.control import set_apart
 from outlast.ipc.processes import Child, start, state_of
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
+MEMBERS = "members.json"  # the table of ranks, in a memory folder
 _OWNERS = "owners"
 _LOCK = "lock"
 _BYTES = 1 << 62
@@ -115,7 +116,7 @@ def remove_abandoned(base: Path) -> None:
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
         with contextlib.suppress(OSError, RunFolderUnusable):
             files.require_private(root)
-            if not set(os.listdir(root)) <= {_OWNERS, _LOCK}:
+            if not set(os.listdir(root)) <= {_OWNERS, _LOCK, MEMBERS}:
                 continue
             descriptor = _opened(root)
             try:

@@ -703,15 +703,14 @@ class Agent:
         self._exit = ending
         self._spawner.give_up()
         generation = self._generation
-        if generation is None:
-            return
-        asked = self._signals.last or max(0, ending.exit_code - ExitCode.SIGNAL_BASE)
-        if asked and generation.living():
-            living = Living(generation, self._options.config, self._console, self._signals)
-            living.end_politely(asked, self._meanwhile)
-        self._torchelastic.stopped(generation)
-        self._end_generation(generation)
-        self._family.sweep()
+        if generation is not None:
+            asked = self._signals.last or max(0, ending.exit_code - ExitCode.SIGNAL_BASE)
+            if asked and generation.living():
+                living = Living(generation, self._options.config, self._console, self._signals)
+                living.end_politely(asked, self._meanwhile)
+            self._torchelastic.stopped(generation)
+            self._end_generation(generation)
+        self._family.sweep()  # workers that are still to be forked must end before the checkpoint writer does
 
     def _meanwhile(self, generation: Generation, now: float) -> None:
         self._files.turn()

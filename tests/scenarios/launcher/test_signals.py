@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
-from tests.support.processes import children_of, command_line
+from tests.support.processes import children_of, command_line, listening
 
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
 
@@ -96,3 +97,47 @@ def test_ctrl_c_before_anything_runs_is_told_in_one_line(tmp_path: Path) -> None
         assert run.finish() == 130, run.console()
     (line,) = run.console().splitlines()
     assert "SIGINT" in line
+
+
+OUTLIVES = """
+import os, signal, sys, time, torch
+from pathlib import Path
+here, memory = Path(sys.argv[1]), Path("/dev/shm")
+if os.environ["OUTLAST_GENERATION"] == "1":
+    while not (here / "go").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / "began").touch()
+while any(memory.glob("outlast-memory-*")):
+    time.sleep(0.001)
+(here / "outlived").touch()
+"""
+
+
+def test_ranks_that_are_still_to_be_forked_at_a_signal_end_before_the_checkpoint_writer(
+    tmp_path: Path,
+) -> None:
+    """What forks them is stopped until the launcher has the signal, and the writer a little longer."""
+    script = tmp_path / "script.py"
+    script.write_text(OUTLIVES)
+    options = ("--nproc-per-node=1", "--ft-workers-stop-timeout=1")
+    with running(Run(tmp_path / "run", str(script), str(tmp_path), options=options)) as run:
+        (rank,) = run.pids()
+        agent, program = run.process.pid, command_line(rank)
+        run.until(lambda: sum(bool(listening(pid)) for pid in children_of(agent)) == 2, "the next store")
+        others = {pid: command_line(pid) for pid in children_of(agent) if pid != rank}
+        (writer,) = (pid for pid, line in others.items() if "checkpoint.writer" in line)
+        forks = [pid for pid, line in others.items() if line == program]
+        for pid in (writer, *forks):
+            os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        run.until(lambda: run.records("action_taken"), "the restart")
+        run.process.send_signal(signal.SIGTERM)
+        for pid in forks:
+            os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(AssertionError):  # the rank may be killed before it begins
+            until((tmp_path / "began").exists, "the rank", deadline=2.0)
+        os.kill(writer, signal.SIGCONT)
+        assert run.finish() == 143, run.console()
+    assert not (tmp_path / "outlived").exists()

@@ -40,7 +40,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer_process import MEMORY_PREFIX
+from outlast.checkpoint.writer_process import MEMBERS, MEMORY_PREFIX
 from outlast.fields import whole
 
 STAGED = ".staged"
@@ -321,7 +321,7 @@ class MemoryFolder:
         self.root = Path(root).absolute()
         self.lock = self.root / "lock"
         self._bell = self.root / "bell"
-        self._members = self.root / "members.json"
+        self._members = self.root / MEMBERS
         self._status = self.root / "status.json"
         self._flush = self.root / "flush"
 
