@@ -5,7 +5,8 @@ tests/scenarios, the likeliest first), its second one the defect, a third one, w
 that finds it. In a copy of this tree that test runs first; if it passes, the scenarios of these capabilities
 up to the first failure, then the rest of `make test`; only what survives gets the long tests. A line of JSON
 names the test that found it, the part, and the seconds. With --out, defects that the file has are left out,
-so that a run goes on where it was stopped. "applies": false: it no longer fits.
+so that a run goes on where it was stopped. "applies": false: it no longer fits; "broken": its tests
+cannot be collected.
 
     python bench/defects.py --out defects.jsonl            all of them
     python bench/defects.py ledger-charges-the-living      one
@@ -34,6 +35,7 @@ DEFECTS = ROOT / "bench" / "defects"
 NONE = "none"
 PART_SECONDS = 3600.0
 DEADLINE = 60  # seconds for what a test waits for: with a defect it often never comes
+_BROKEN = (2, 3, 4)  # exit codes of pytest where tests cannot be collected: that finds nothing
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -113,6 +115,8 @@ def judge(name: str, processes: int, quick: bool = False) -> dict[str, Any]:
             if quick and part != "named test":
                 break
             test, code = finder(folder, arguments, 0 if part == "named test" else processes)
+            if code in _BROKEN:
+                return {**result, "broken": f"pytest ended with {code} in {part}"}
             if code not in (0, 5):  # 5: no test
                 seconds = round(time.monotonic() - began, 1)
                 load = round(os.getloadavg()[0], 1)
@@ -140,7 +144,7 @@ def main() -> None:
         else:
             result = judge(name, options.processes, options.quick)
         print(json.dumps(result), flush=True)
-        if options.out and not options.check and not (options.quick and not result["found"]):
+        if options.out and not options.check and (result["found"] or not options.quick):
             with open(options.out, "a") as file:
                 file.write(json.dumps(result) + "\n")
 

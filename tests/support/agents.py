@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.launching import DEADLINE, SCRIPTS, until
+from tests.support import leftovers
+from tests.support.launching import DEADLINE, SCRIPTS, started, until
 from tests.support.ports import free_port
-from tests.support.processes import command_line, listening, tree_of
+from tests.support.processes import listening, tree_of
+from tests.support.warm import Warm
 
-_MARK = "OUTLAST_TEST_AGENTS"
 _WAITING = ("--no-python", sys.executable, str(SCRIPTS / "waiting.py"))
 
 
@@ -58,7 +59,8 @@ class Agents:
         program = (str(SCRIPTS / script[0]),) if script else _WAITING
         self.command = (*program, str(self.trace), *script[1:])
         self.options = options
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, subprocess.Popen[bytes] | Warm] = {}
+        self._others = leftovers.processes()
 
     def start(
         self,
@@ -77,13 +79,7 @@ class Agents:
     def launch(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the process of an agent."""
         with open(self.folder / f"{name}.console", "ab") as file:
-            self.agents[name] = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, _MARK: self.job, **environment},
-            )
+            self.agents[name] = started(command, file, environment)
 
     def console(self, name: str) -> str:
         """Return what an agent has shown."""
@@ -229,11 +225,7 @@ class Agents:
         ]
         for agent in self.agents.values():
             found += map(str, Path("/dev/shm").glob(f"outlast-{agent.pid}-*"))
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{_MARK}={self.job}".encode() in (path / "environ").read_bytes():
-                    found.append(f"{path.name}: {command_line(int(path.name))}")
-        return found
+        return [*found, *leftovers.processes(self._others).values()]
 
     def nothing_left(self) -> None:
         """Wait until no process and no folder in shared memory is left of the job."""
@@ -248,11 +240,9 @@ class Agents:
             if agent.poll() is None:
                 agent.kill()
                 agent.wait(DEADLINE)
-        for entry in self.left():
-            pid = entry.partition(":")[0]
-            if pid.isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        for pid in leftovers.processes(self._others):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shared = Path("/dev/shm")
         for agent in self.agents.values():  # its cleaner has been killed, too
             for path in shared.glob(f"outlast-{agent.pid}-*"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.policy.manifest import copy_name, rank_files
 from outlast.config import CheckpointOptions
 from outlast.observe.run_folder import RunFolder
+from tests.support import warm
 from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps
 
 RUN_ID = f"run-{os.getpid()}"  # its memory folder is shared by all who test on this machine
@@ -38,8 +38,7 @@ def restored(root: Path, run_id: str = RUN_ID) -> tuple[int, bytes]:
 
 
 def ckpt(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "outlast", "ckpt", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return warm.run(["-m", "outlast", "ckpt", *words], DEADLINE)
 
 
 def lines(*words: str | Path) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.support import warm
 
@@ -31,6 +31,22 @@ def until(condition: Callable[[], Any], what: str | Callable[[], str], deadline:
         if time.monotonic() > end:
             raise AssertionError(f"waited {deadline:.0f} s for {what() if callable(what) else what}")
         time.sleep(0.01)
+
+
+def started(
+    command: list[str], output: IO[bytes], environment: Mapping[str, str], cold: bool = False
+) -> subprocess.Popen[bytes] | warm.Warm:
+    """Start a command; ``python -m ...`` as a fork, unless told otherwise or given variables of a start."""
+    alike = not any(name.startswith(_AT_THE_START) for name in environment)
+    if alike and not cold and command[:2] == PYTHON:
+        return warm.start(command[1:], output, output, environment)
+    return subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
 
 
 class Run:
@@ -64,17 +80,7 @@ class Run:
 
     def start(self, **environment: str) -> Run:
         with open(self.output, "ab") as file:
-            alike = not any(name.startswith(_AT_THE_START) for name in environment)
-            if alike and not self.cold and self.command[:2] == PYTHON:
-                self.process = warm.start(self.command[1:], file, file, environment)
-                return self
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment},
-            )
+            self.process = started(self.command, file, environment, self.cold)
         return self
 
     def finish(self, deadline: float = DEADLINE) -> int:

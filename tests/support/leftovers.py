@@ -61,11 +61,11 @@ def nothing_left(*meant: str) -> Iterator[None]:
     Args:
         meant: words in the command lines and paths of what stays on purpose: it is removed.
     """
-    processes, files = _processes(), _files()
+    before, files = processes(), _files()
     yield
     deadline = time.monotonic() + PATIENCE
     while True:
-        left = _processes(processes)
+        left = processes(before)
         kept = _files() - files
         found = [one for one in (*left.values(), *map(str, kept)) if not any(word in one for word in meant)]
         if not found or time.monotonic() > deadline:
@@ -87,7 +87,7 @@ def _files() -> set[Path]:
     return {path for path in found if path.name.startswith(OURS) and not path.name.startswith(UNFINISHED)}
 
 
-def _processes(known: Collection[int] = ()) -> dict[int, str]:
+def processes(known: Collection[int] = ()) -> dict[int, str]:
     """Return the living descendants of this process, with their command lines; reap dead children.
 
     Those that are known are left out, and theirs: what an earlier fixture has started may start others.

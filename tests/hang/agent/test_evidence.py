@@ -42,7 +42,10 @@ def test_the_main_thread_is_looked_at_whichever_thread_answers(tmp_path: Path, m
         assert child.stdout is not None
         child.stdout.readline()
         child.send_signal(signal.SIGUSR1)
-        until(lambda: stacks.read_text().rstrip().endswith("in <module>"), "the stacks")
+        until(
+            lambda: stacks.read_text().rstrip().endswith("in <module>"),
+            lambda: f"the end of {stacks.read_text()!r}",
+        )
         child.kill()
     functions = [frame.rpartition(":")[2] for frame in stacks_of(stacks.read_text())[0]]
     assert functions[:2] == ["<module>", "culprit"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.accounts import STRANGER, as_account, shared_folder
 from tests.support.launching import DEADLINE, SCRIPTS, Run, running, until
 from tests.support.mounts import mounted, needs_root
@@ -31,8 +32,7 @@ def shared() -> Iterator[Path]:
 
 
 def command(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment}
-    return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE, check=False, env=env)
+    return warm.run(words[1:], DEADLINE, environment)
 
 
 def run(folder: Path, trace: Path, *options: str, steps: int = 3) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,7 @@ def test_a_job_goes_on_in_one_part_of_the_network_and_takes_back_what_was_cut_of
 
     leader.cut()
     generation = smaller(job, generation, without=leader)
-    assert job.leading() is not leader
+    job.until(lambda: job.leading() is not leader, "the new leader to be named in the run folder")
     leader.heal()
     generation = whole(job, generation)
 

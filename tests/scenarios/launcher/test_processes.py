@@ -184,6 +184,27 @@ def test_a_writer_that_is_killed_or_stopped_while_the_job_ends_is_replaced(
     assert is_gone(first)
 
 
+def pipes_of(pid: int) -> set[str]:
+    """Return the pipes that a process has open."""
+    found = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+    return {one for one in found if one.startswith("pipe:")}
+
+
+def test_a_writer_that_is_killed_after_the_ranks_have_ended_is_replaced(tmp_path: Path) -> None:
+    """It is stopped meanwhile, so that it cannot be done before."""
+    with running(Training(tmp_path, options=("--max-restarts=0",))) as run:
+        assert isinstance(run, Training)
+        run.reach(25)
+        (rank,), writer, launcher = run.pids(), run.writer, run.process.pid
+        os.kill(writer, signal.SIGSTOP)
+        os.kill(rank, signal.SIGKILL)
+        run.until(lambda: not pipes_of(writer) & pipes_of(launcher), "the writer to be left alone")
+        os.kill(writer, signal.SIGKILL)
+        assert run.finish() == 1, run.console()
+    assert run.on_disk() > 20, run.console()
+    assert is_gone(writer)
+
+
 def test_a_save_that_no_writer_is_there_for_names_the_memory_and_not_the_disk(tmp_path: Path) -> None:
     """The launcher stands still, so that nobody replaces the writer that is killed."""
     with running(Training(tmp_path, steps=60)) as run:

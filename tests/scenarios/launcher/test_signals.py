@@ -86,6 +86,7 @@ def test_a_hangup_does_not_end_a_job_under_nohup(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     os.path.exists("/dev/nvidia0"), reason="nvidia-smi is not asked where the kernel shows GPUs"
 )
+@pytest.mark.leaves("/bin/sleep 60")  # where the signal comes before Popen has returned
 def test_ctrl_c_before_anything_runs_is_told_in_one_line(tmp_path: Path) -> None:
     asked, program = tmp_path / "asked", tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n: > {asked}\nexec /bin/sleep 60\n")
