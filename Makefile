@@ -28,7 +28,6 @@ READY := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that start jobs mostly wait, so twice as many run at a time as there are processors.
 PYTEST = $(VENV)/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder -n $$((2 * $$(nproc)))
-LAUNCHED := tests/scenarios $(wildcard tests/*/jobs) tests/adversary tests/chaos tests/transcripts
 
 # Types of the benchmarks: only whether the names that they use exist; other projects are not installed.
 OF_BENCHES := --explicit-package-bases --ignore-missing-imports --disable-error-code=assignment --disable-error-code=operator --disable-error-code=misc
@@ -69,7 +68,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 check: lint
-	$(PYTEST) -m "not long" tests $(addprefix --ignore=,$(LAUNCHED))
+	$(PYTEST) -m "not long and not launched" tests
 
 # The variable switches off a notice about MkDocs 2, which constraints.txt rules out.
 site: $(READY)

@@ -38,9 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-transcripts", action="store_true", help="write what is printed into them")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what starts jobs first: it mostly waits, and the rest fills the processors meanwhile."""
-    items.sort(key=lambda item: not LAUNCHED.intersection(item.path.parts))
+    """Mark what starts jobs, and put it first: it mostly waits, and the rest fills the processors meanwhile."""
+    for item in items:
+        if LAUNCHED.intersection(item.path.parts):
+            item.add_marker("launched")
+    items.sort(key=lambda item: item.get_closest_marker("launched") is None)
 
 
 @pytest.hookimpl(wrapper=True)
