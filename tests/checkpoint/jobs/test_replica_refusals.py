@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import shutil
 import socket
 import ssl
 import subprocess
@@ -33,6 +32,7 @@ from outlast.checkpoint.replica.frames import (
 from outlast.checkpoint.replica.handshake import Credentials, greet
 from outlast.checkpoint.replica.server import PeerServer
 from outlast.errors import UsageError
+from tests.support.agents import certificate
 from tests.support.peer_node import (
     COPY,
     LOOPBACK,
@@ -207,13 +207,18 @@ def test_silent_and_slow_strangers_only_delay(tmp_path: Path) -> None:
             each.close()
 
 
-def test_of_too_many_connections_that_prove_nothing_the_oldest_is_closed(tmp_path: Path) -> None:
-    node = Node(tmp_path, unproven=3)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_of_too_many_connections_that_prove_nothing_the_oldest_is_closed(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    files_of_tls = tuple(certificate(tmp_path).split(",")) if encrypted else ()
+    known = Credentials(TOKEN, tls=files_of_tls).encryption()
+    node = Node(tmp_path, unproven=3, tls=known)
     with node.server:
         silent = []
         for _ in range(5):
             silent.append(socket.create_connection(node.server.address, 10))
-            assert node.client().ask({"are you": "well"})
+            assert node.client(tls=known).ask({"are you": "well"})
         ended = [one for one in silent if files.readable([one.fileno()], 0.0)]
         assert 2 <= len(ended) <= 3, "the last client may have had the place of one"
         assert ended == silent[: len(ended)]
@@ -281,19 +286,9 @@ def test_a_full_disk_is_named_and_left_clean(tmp_path: Path) -> None:
 
 
 def test_over_tls(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate of this test")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    making = (
-        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -keyout {key} -out"
-    )
-    subprocess.run(
-        [*making.split(), str(certificate), "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True,
-        capture_output=True,
-    )
-    known = Credentials(TOKEN, tls=(str(certificate), str(key), str(certificate))).encryption()
-    open_to_all = Credentials(TOKEN, tls=(str(certificate), str(key))).encryption()
+    own, key, of_all = certificate(tmp_path).split(",")
+    known = Credentials(TOKEN, tls=(own, key, of_all)).encryption()
+    open_to_all = Credentials(TOKEN, tls=(own, key)).encryption()
     assert known is not None
     node = Node(tmp_path, tls=known)
     node.keep(bytes(3 * CHUNK_BYTES))
