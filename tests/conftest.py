@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts jobs, and put it first: it mostly waits, and the rest fills the processors meanwhile."""
+    """Mark what starts jobs, and put it first: it mostly waits, while the rest fills the processors."""
     for item in items:
         if LAUNCHED.intersection(item.path.parts):
             item.add_marker("launched")
