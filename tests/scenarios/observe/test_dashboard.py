@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import time
@@ -70,6 +71,22 @@ def test_a_fault_is_sent_to_an_open_page_with_the_log_of_its_rank_when_its_line_
         assert server.ask("/?" + "a=1&" * 30)[0] == 400
         for path in ("/run/0/log/1/stdout", "/run/0/log/2/stderr", "/run/1/log/1/stderr", "/run/0/log/1/x"):
             assert server.ask(path)[0] == 404
+
+
+@pytest.mark.long
+def test_a_run_without_news_is_shown_anew_every_5_s(tmp_path: Path) -> None:
+    """Its age is all that changes; between the first and the third page a span of 5 s has passed."""
+    records = [json.loads(line) for line in HEALTHY]
+    later = time.time() - 100.0 - records[-1]["time"]
+    lines = [json.dumps({**one, "time": one["time"] + later}).encode() + b"\n" for one in records]
+    append(tmp_path / "events.jsonl", lines)
+    with served(tmp_path) as server:
+        stream, ages = listened(server, "/events"), list[int]()
+        while len(ages) < 3:
+            age = re.search(r"(\d+) min (\d+) s", next(stream).get("now", ""))
+            ages += [60 * int(age[1]) + int(age[2])] if age else []
+        stream.close()
+    assert ages[2] - ages[0] >= 5
 
 
 def test_runs_of_a_folder_are_side_by_side_new_ones_appear_and_one_that_vanishes_stays(run_dir: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.source_tree import ROOT
+from tests.support.dashboards import EVENTFUL
 from tests.support.launching import Run, running, until
 from tests.support.ports import free_port
 
@@ -62,6 +63,22 @@ def test_an_agent_serves_what_its_event_log_says_until_it_ends(job: Run, tmp_pat
         assert job.finish() == 0
     with pytest.raises(OSError):  # noqa: PT011 - refused, or reset
         samples(url, "outlast_ranks")
+
+
+def test_clients_that_send_nothing_do_not_keep_others_out(tmp_path: Path) -> None:
+    shutil.copy(EVENTFUL, tmp_path / "events.jsonl")
+    command = [sys.executable, "-m", "outlast", "metrics", str(tmp_path), "--listen", "0"]
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as exporter,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(exporter.kill)
+        assert exporter.stderr is not None
+        url = exporter.stderr.readline().split()[-1]
+        place = urllib.parse.urlsplit(url)
+        for _ in range(70):  # 64 may be open at once
+            stack.enter_context(socket.create_connection((place.hostname or "", place.port or 0), WITHIN))
+        assert samples(url, "outlast_ranks")
 
 
 def test_a_port_that_is_taken_is_reported_and_the_job_goes_on(job: Run, tmp_path: Path) -> None:
