@@ -70,6 +70,49 @@ def test_a_simulated_fault_hits_the_first_start_and_the_end_is_flagged(
     assert flag.exists()
 
 
+ONE_BATCH = """
+import lightning.pytorch as pl
+import sys
+import torch
+from outlast.compat.nemo import FaultToleranceCallback
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def on_train_batch_end(self, *_):
+        self.trainer.should_stop = self.trainer.global_step >= int(sys.argv[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=1, max_steps=30, min_epochs=0, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, callbacks=[FaultToleranceCallback(True, True)]
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(40, 2)))
+print("done:", trainer.global_step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("batches", "flagged"), [("1", True), pytest.param("2", False, marks=pytest.mark.long)]
+)
+def test_a_fit_of_one_batch_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: str, flagged: bool
+) -> None:
+    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "finished"))
+    (tmp_path / "fit.py").write_text(ONE_BATCH)
+    with running(Run(tmp_path / "run", str(tmp_path / "fit.py"), batches)) as run:
+        assert run.finish() == 0, run.console()
+    assert f"done: {batches}\n" in run.console()
+    assert (tmp_path / "finished").exists() == flagged
+
+
 def test_the_signal_of_the_callback_saves_and_ends_the_job(tmp_path: Path) -> None:
     folder, run = tmp_path / "job", job(tmp_path / "job", SCRIPT, "quiet", pace=0.3)
     with running(run):
