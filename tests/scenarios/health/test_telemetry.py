@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +37,34 @@ for step in range(1, 100_000):
 """
 
 
+# Opens descriptors that the command inherits, more than select() takes.
+CROWDED = """
+import os, resource, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, most[0]), most[1]))
+for number in range(3, 1100):
+    os.dup2(0, number)
+os.execv(sys.executable, [sys.executable, "-m", "outlast", *sys.argv[1:]])
+"""
+
+
+def configured(tmp_path: Path, health: str) -> tuple[str, ...]:
+    config = tmp_path / "outlast.toml"
+    config.write_text(f"[health]\n{health}")
+    return ("--config", str(config))
+
+
 def run(tmp_path: Path, health: str) -> Run:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    config = tmp_path / "outlast.toml"
-    config.write_text(f"[health]\n{health}")
-    options = ("--config", str(config), "--nproc-per-node", "2")
+    options = (*configured(tmp_path, health), "--nproc-per-node", "2")
     return Run(tmp_path / "run", str(script), options=options)
+
+
+def idle(tmp_path: Path, health: str) -> Run:
+    """Return a job without Python, since only its agent matters."""
+    options = (*configured(tmp_path, health), "--no-python")
+    return Run(tmp_path / "run", "sleep", "600", options=options)
 
 
 def records(one: Run, what: str) -> list[dict[str, Any]]:
@@ -100,6 +125,34 @@ def test_a_collector_that_is_killed_is_replaced_and_survives_a_restart_of_the_wo
         until(lambda: len(records(one, "device")) > seen, "records of the devices after the restart")
 
 
+def test_collectors_that_hang_one_after_the_other_are_one_silence(tmp_path: Path) -> None:
+    """Each is killed before its own silence is as long as a node may be silent, 45 s."""
+    silences = tmp_path / "silences.jsonl"
+    one_line = {"kind": "silence", "node": "n", "seconds": 44.9, "what": "NVML: device 3, power"}
+    silences.write_text("".join(json.dumps({**one_line, "time": float(at)}) + "\n" for at in range(60)))
+    with running(idle(tmp_path, f'telemetry = "replay:{silences}"\ntelemetry_interval = 0.2\n')) as one:
+        one.until(
+            lambda: [note for note in one.records("note") if "NVML: device 3" in note["reason"]],
+            "a note about the node",
+        )
+
+
+def test_the_weighted_score_takes_a_sample_at_each_interval(tmp_path: Path) -> None:
+    source = 'telemetry = "simulate:healthy,devices=1"\n'
+    with running(idle(tmp_path, f'{source}telemetry_interval = 0.2\nmodel = "weighted"\n')) as one:
+
+        def times() -> list[float]:
+            texts = [path.read_text().rpartition("\n")[0] for path in one.folder.rglob("gpu_metrics.csv")]
+            found = [row["timestamp"] for text in texts for row in csv.DictReader(text.splitlines())]
+            return [datetime.fromisoformat(text).timestamp() for text in found]
+
+        def near() -> bool:
+            found = times()
+            return any(later - before < 9.0 for before, later in pairwise(found))
+
+        one.until(near, "samples that are less than 9 s apart; the score was made for 10")
+
+
 @pytest.mark.parametrize(
     ("source", "named"), [("replay:/nowhere/a.jsonl", "/nowhere/a.jsonl"), ("simulate:fire", "fire")]
 )
@@ -143,6 +196,13 @@ class TestCommand:
         (line,) = (one for one in found.stdout.splitlines() if one.startswith("2 "))
         assert line.split()[2] == "C", found.stdout
         assert (line.split()[1] == "93") == (name == "gpu_metrics.csv"), found.stdout
+
+    def test_more_files_may_be_open_than_select_takes(self) -> None:
+        words = ["health", "--telemetry", "simulate:healthy,devices=1"]
+        command = [sys.executable, "-c", CROWDED, *words]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (found.returncode, found.stderr) == (0, "")
+        assert " C " in found.stdout
 
     def test_a_driver_that_hangs_is_a_line(self, tmp_path: Path) -> None:
         driver = StandIn(tmp_path)
