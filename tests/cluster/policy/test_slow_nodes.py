@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ from outlast.cluster.policy.events import Timed
 from outlast.cluster.policy.messages import MESSAGES
 from outlast.stragglers.policy.gathering import RankWindow, SectionTimes, TimingReport
 from outlast.stragglers.policy.options import StragglerOptions
-from outlast.stragglers.policy.rows import BENCHMARK, Kind
+from outlast.stragglers.policy.rows import BENCHMARK, Kind, State
 from outlast.stragglers.policy.watch import Noticed
 from tests.cluster.builders import Job, decided, of_kind, only, spec
 
@@ -64,6 +66,23 @@ class Training(Job):
             known = [self._times(rank, 2.0) for rank in (2 * at, 2 * at + 1)]
             windows = tuple(replace(each, sections=(*each.sections, product)) for each in known)
             self.lead.handle(Timed(name, TimingReport(self.lead.generation, windows)), self.now)
+
+
+Times = Callable[[int, int], Mapping[str, float]]  # of a rank in a window: seconds of an entry, by section
+
+
+def named(ranks: int, times: Times, windows: int = 40) -> set[int]:
+    """Return the ranks that a leader names, each of which has a node."""
+    job, found = Job(spec(ranks, ranks)), []
+    for window in range(1, windows + 1):
+        for rank in range(ranks):
+            sections = tuple(
+                SectionTimes(name, Kind.COMPUTE, 4, each, each, each, 4 * each, 0.0)
+                for name, each in times(rank, window).items()
+            )
+            report = TimingReport(job.lead.generation, (RankWindow(rank, window, sections),))
+            found += job.lead.handle(Timed(f"n{rank}", report), 1.0 + 0.5 * window)
+    return {one.verdict.rank for one in of_kind(Noticed, found) if one.verdict.state is State.ON}
 
 
 def slow(action: str, **given: Any) -> Training:
@@ -187,3 +206,35 @@ def test_a_report_of_an_older_generation_is_ignored() -> None:
     assert generation == 2
     job.lead.handle(Timed("n1", TimingReport(1, (job._times(2, 50.0),))), job.now)
     assert job.trained() == []
+
+
+def test_a_report_before_the_first_generation_is_ignored() -> None:
+    job = Job(started=False)
+    assert job.lead.handle(Timed("n0", TimingReport(0, ())), 0.0) == []
+
+
+@pytest.mark.parametrize(("extra", "expected"), [(0.003, set()), (0.03, {2})])
+def test_a_few_milliseconds_of_a_section_in_which_others_take_no_time_are_no_slowness(
+    extra: float, expected: set[int]
+) -> None:
+    assert named(4, lambda rank, _: {"step": 0.1, "own": extra if rank == 2 else 0.0}) == expected
+
+
+def test_two_of_three_ranks_are_not_slow_because_the_third_has_less_to_do() -> None:
+    assert named(3, lambda rank, _: {"step": 0.16 if rank else 0.1}) == set()
+
+
+def lasting(seed: int) -> Times:
+    """Return the times of healthy ranks whose noise lasts for some windows."""
+    noise, dice = dict.fromkeys(range(8), 0.0), random.Random(seed)
+
+    def times(rank: int, _: int) -> Mapping[str, float]:
+        noise[rank] = 0.8 * noise[rank] + dice.gauss(0.0, 0.06)
+        return {"step": 0.1 * (1.0 + max(-0.9, noise[rank]))}
+
+    return times
+
+
+@pytest.mark.parametrize("seed", [6, 8])
+def test_noise_that_lasts_for_some_windows_names_no_rank(seed: int) -> None:
+    assert named(8, lasting(seed), windows=200) == set()
