@@ -190,6 +190,7 @@ def test_what_was_learned_is_imported_ahead_for_a_script_that_does_not_name_torc
     install(lib, plain="")
     launch(tmp_path, "plain", names_torch=False)
     assert not imported(tmp_path, 1)["plain"][0]
-    launch(tmp_path, "plain", last=4, names_torch=False)
+    run = launch(tmp_path, "plain", last=4, names_torch=False)
+    assert "Traceback" not in run.console()
     assert imported(tmp_path, 3)["plain"][0]
     assert imported(tmp_path, 4)["plain"][0]
