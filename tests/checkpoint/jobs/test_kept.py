@@ -133,11 +133,13 @@ def test_one_live_tensor_at_two_places_does_not_take_two_contents(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels"])
 def test_the_moments_of_a_live_optimizer_stay_the_tensors_that_they_are(
-    tmp_path: Path, options: dict[str, bool]
+    tmp_path: Path, options: dict[str, bool], form: torch.memory_format
 ) -> None:
     """A captured graph reads them after a rollback, too."""
-    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    values = torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=form)
+    parameter = torch.nn.Parameter(values)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, **options)
 
     def step() -> None:
