@@ -263,6 +263,11 @@ def endless_polls(_: float, folder: Path) -> None:
         time.sleep(0.1)
 
 
+def try_again(seconds: float, _: Path) -> None:
+    """Sleep as a library does that tries an upload again, for less than the 10 s that are granted."""
+    time.sleep(min(seconds, 5.0))
+
+
 def fifo(_: float, folder: Path) -> None:
     path = folder / "fifo"
     os.mkfifo(path)
@@ -338,6 +343,7 @@ def pauses() -> dict[str, Kind]:
         "evaluation_of_rank_0": pause(first_and_barrier),
         "evaluation_alone": pause(everywhere(lambda seconds, _: burn(seconds)), ranks=1),
         "sleep_of_all": pause(everywhere(lambda seconds, _: time.sleep(seconds))),
+        "sleep_of_one": pause(on(CULPRIT, try_again)),
         "sleep_in_fixed_section": pause(nothing, "section"),
         "frozen_disk_torch_save": pause(on(0, save_to_frozen), "freeze"),
         "frozen_disk_all_write": pause(everywhere(write_to_frozen), "freeze"),

@@ -57,10 +57,11 @@ def test_an_event_log_that_cannot_be_written_any_more_is_reported_once(tmp_path:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_an_unknown_option_is_named_with_the_nearest_one(tmp_path: Path) -> None:
-    done = outlast_run("--nproc-per-nod3=2", str(SCRIPTS / "counting.py"))
+def test_unknown_options_are_named_with_the_nearest_ones(tmp_path: Path) -> None:
+    done = outlast_run("--nproc-per-nod3=2", "--max-restart5=1", str(SCRIPTS / "counting.py"))
     assert done.returncode == 2, done.stderr
     assert "--nproc-per-node" in done.stderr
+    assert "--max-restarts" in done.stderr
 
 
 def test_a_shell_script_names_its_run_folder_in_a_folder_of_any_name_and_an_option_behind_it_is_named(

@@ -143,7 +143,7 @@ with open(here / "found", "a") as file:
     file.write("".join(f"{one}\\n" for one in found))
 memory = shared_memory.SharedMemory(f"{prefix}-{generation}-{rank}", create=True, size=4096)
 (here / f"made-{generation}-{rank}").touch()
-while not all((here / f"made-{generation}-{one}").exists() for one in range(2)):
+while not all((here / f"made-{generation}-{one}").exists() for one in range(int(os.environ["WORLD_SIZE"]))):
     time.sleep(0.01)
 if generation < 2:
     if rank == "0":
@@ -154,13 +154,15 @@ memory.unlink()
 """
 
 
-def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_the_shared_memory_of_killed_ranks_does_not_pile_up(tmp_path: Path, ranks: int) -> None:
+    """Of one rank nothing is left but the process that is to remove it."""
     script = tmp_path / "train.py"
     script.write_text(SHARES)
     others = Path(f"/dev/shm/outlast_test_other_{os.getpid()}")
     others.touch()
     try:
-        run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",))
+        run = Run(tmp_path / "run", str(script), str(tmp_path), options=(f"--nproc-per-node={ranks}",))
         with running(run):
             assert run.finish() == 0, run.console()
         assert (tmp_path / "found").read_text() == ""

@@ -131,6 +131,31 @@ def test_several_ranks(tmp_path: Path, options: tuple[str, ...], terminals: int)
     assert bool(list(tmp_path.rglob("stdout.log"))) is (options != ("--redirects=0",))
 
 
+FAILS = """
+import os, sys, time
+print("50 %", end="", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.stderr = open("/dev/null", "w")  # no traceback ends the line
+raise ValueError("\\x1b[31mred\\x1b[0m \\x07 bell")
+"""
+
+
+def test_a_message_begins_a_line_and_quotes_no_controls(tmp_path: Path) -> None:
+    script, go = tmp_path / "train.py", tmp_path / "go"
+    script.write_text(FAILS)
+    run = Run(tmp_path / "run", str(script), str(go), options=("--max-restarts=0",))
+    with on_terminal(run) as found:
+        found.sees("50 %")
+        go.touch()
+        assert found.finish() == 1, found.shown
+    messages = [line for line in found.shown.decode().splitlines() if "[outlast]" in line and "red" in line]
+    assert messages, found.shown
+    assert [line for line in messages if not line.startswith("[outlast]")] == []
+    (fault,) = run.records("fault_seen")
+    assert [one for one in (*messages, fault["reason"], fault["signature"]) if not one.isprintable()] == []
+
+
 WRITES = """
 import sys, time
 from pathlib import Path
@@ -168,25 +193,37 @@ with outlast.start() as session:
     for step in session.steps(60):
         if step == 20 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), 9)
-        time.sleep(0.1)
+        time.sleep(0.06)
 print("the last line")
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--redirects=3",)], ids=["shown", "written elsewhere"])
+IN_THE_BACKGROUND = ["bash", "-m", "-c", '"$@" & wait $!', "bash"]
+
+
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [((), []), (("--redirects=3",), []), pytest.param((), IN_THE_BACKGROUND, marks=pytest.mark.long)],
+    ids=["shown", "written elsewhere", "in the background"],
+)
 def test_a_status_line_tells_step_and_restarts_and_leaves_nothing_behind(
-    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: tuple[str, ...], before: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    if not before:
+        monkeypatch.setenv("COLUMNS", "20")  # the terminal has more
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
-    with on_terminal(Run(tmp_path / "run", str(script), options=options)) as found:
+    run = Run(tmp_path / "run", str(script), options=options)
+    run.command[:0] = before
+    is_shown = not options and not before
+    with on_terminal(run) as found:
         assert found.finish() == 0, found.shown
     shown = found.shown.decode()
     told = re.findall(r"\r\x1b\[K\[outlast\] [^\r]*?(\d+)\D+60([^\r]*)", shown)
-    assert bool(told) == (not options)
+    assert bool(told) == is_shown
     left = shown.rpartition("\n")[2].replace("\x1b[K", "\0").rpartition("\0")  # what was not erased
-    assert (left[0].endswith("\r") or left[0].endswith("\0")) == (not options)
+    assert (left[0].endswith("\r") or left[0].endswith("\0")) == is_shown
     assert left[2] == ""
     if told:
         assert any(re.search(r"\b1\b", rest) for _, rest in told), shown

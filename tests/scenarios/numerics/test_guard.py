@@ -67,12 +67,13 @@ def test_a_poisoned_batch_is_skipped_as_if_it_had_not_been(tmp_path: Path, kind:
 
 @pytest.mark.parametrize("kind", [(), ("sharded",)], ids=["ddp", "fsdp2"])
 def test_the_norm_is_that_of_all_gradients_however_they_lie(tmp_path: Path, kind: tuple[str, ...]) -> None:
-    found = run(tmp_path, *kind, "norms", steps=3)
+    found = run(tmp_path, *kind, "norms", "large@-1@1", steps=3)
     norms = [[(one["norm"], one["true_norm"]) for one in lines if "norm" in one] for lines in found]
     assert [norm for norm, _ in norms[0]] == [norm for norm, _ in norms[1]]
     assert len(norms[0]) == 3
     for norm, true in norms[0]:
         assert norm == pytest.approx(true, rel=1e-5)
+    assert refused(found[0]) == []
 
 
 def test_a_rollback_goes_back_and_skips_what_is_bad_again(tmp_path: Path) -> None:

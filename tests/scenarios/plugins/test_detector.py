@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.launching import Run, running
 from tests.support.plugging import documented, install
 
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="no strace: apt-get install strace")
 WAITING = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
 
 
@@ -41,3 +46,23 @@ def test_a_detector_that_raises_is_disabled_and_the_job_goes_on(tmp_path: Path) 
         (tmp_path / "go").touch()
         assert run.finish() == 0, run.console()
     assert run.records("fault_seen") == []
+
+
+@needs_strace
+def test_a_detector_for_which_no_thread_can_be_started_is_disabled_and_the_job_goes_on(
+    tmp_path: Path,
+) -> None:
+    source = "class Idle:\n    name = 'idle'\n    def poll(self, now, node):\n        return ()\n"
+    path = install(tmp_path / "site", "outlast.detectors", "idle", source, "Idle")
+    run = waiting(tmp_path)
+    run.command[:0] = [
+        "strace",
+        "-o",
+        os.devnull,
+        "-e",
+        "inject=clone3:error=EAGAIN",
+    ]  # of threads, not forks
+    with running(run, PYTHONPATH=path):
+        run.until(lambda: any("idle" in one["reason"] for one in run.records("note")))
+        (tmp_path / "go").touch()
+        assert run.finish() == 0, run.console()

@@ -135,3 +135,4 @@ def test_hidden_modules_can_be_imported_in_every_way(tmp_path: Path) -> None:
         assert run.finish() == 0, run.console()
     assert run.records("generation_started")[0]["start"] == "zygote"
     assert "wrong: []" in run.console()
+    assert run.records("started_again") == []

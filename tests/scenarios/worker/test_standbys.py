@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.faulty import needs_fuse, with_faults
 from tests.support.launching import Run, is_gone, running, until
 from tests.support.processes import children_of
 
@@ -92,6 +94,43 @@ def test_a_restart_takes_them_and_none_outlives_its_zygote_or_its_agent(run: Run
     assert not set(following) & set(ahead), "they end with their zygote, and the next one has its own"
     run.stop()
     until(lambda: all(map(is_gone, following)), run.console)
+
+
+HANGS = """
+import os, sys, time
+import torch
+if os.environ["OUTLAST_GENERATION"] == "1":
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
+"""
+
+
+@needs_fuse
+def test_a_restart_takes_one_that_cannot_read_the_script_yet(tmp_path: Path) -> None:
+    """The rank has its file system hang, before a standby is forked."""
+    behind, mounted, switch = (tmp_path / name for name in ("behind", "mounted", "hangs"))
+    behind.mkdir()
+    mounted.mkdir()
+    (behind / "script.py").write_text(HANGS)
+    run = Run(tmp_path / "run", str(mounted / "script.py"), str(switch))
+    run.command = with_faults(run.command, behind, mounted, switch)
+    seen: dict[int, float] = {}
+
+    def waits() -> list[int]:
+        """Return the standby; a host of a store is in its place for a moment."""
+        now = time.monotonic()
+        return [pid for pid in standbys(run) if now > seen.setdefault(pid, now) + 0.3]
+
+    with running(run):
+        try:
+            (rank,) = run.pids(1)
+            run.until(switch.exists)
+            (standby,) = run.until(waits)
+            os.kill(rank, signal.SIGKILL)
+            assert run.pids(2) == [standby]
+        finally:
+            switch.unlink(missing_ok=True)
+        assert run.finish() == 0, run.console()
 
 
 @pytest.mark.long

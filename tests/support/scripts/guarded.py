@@ -1,13 +1,14 @@
 """Train over gloo with a guard in the loop; write each step, and at the end what the model came to.
 
-guarded.py TRACE RUN_DIR STEPS [nan|inf|far|leave|stop|wait@RANK@STEP[-STEP]] [sharded] [micro=N]
+guarded.py TRACE RUN_DIR STEPS [nan|inf|large|far|leave|stop|wait@RANK@STEP[-STEP]] [sharded] [micro=N]
     [numerics=JSON] [interval=STEPS] [norms] [count] [bare] [past] [memory] [hang@RANK@STEP] [config=JSON]
 
-RANK -1: all. nan: the loss of a micro-batch is none. inf: the loss is finite, the gradients are not. far: the
-loss is said to be a hundred times what it is. leave: no batch is run. stop: the rank asks to stop. wait: a
-pause, so that signals can be sent. sharded: FSDP2. norms: write the norm of the gradients, too. count: count
-the collectives of some steps. bare: no guard, no votes. past: step 3 goes past the guard. memory: save every
-step in memory. hang: sleep after that step if it was done before. config: of preemption.
+RANK -1: all. nan: the loss of a micro-batch is none. inf: the loss is finite, the gradients are not. large:
+these are finite, their squares are not. far: the loss is said to be a hundred times what it is. leave: no
+batch is run. stop: the rank asks to stop. wait: a pause, so that signals can be sent. sharded: FSDP2.
+norms: write the norm of the gradients, too. count: count the collectives of some steps. bare: no guard, no
+votes. past: step 3 goes past the guard. memory: save every step in memory. hang: sleep after that step if
+it was done before. config: of preemption.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def loss_of(model: torch.nn.Module, step: int, part: int) -> torch.Tensor:
     found = model(torch.randn(4, 16, generator=generator))
     if planned("inf", step):
         found.register_hook(lambda gradient: gradient * float("inf"))
+    if planned("large", step):
+        found.register_hook(lambda gradient: gradient * 1e25)
     loss = found.square().mean()
     return loss * float("nan") if planned("nan", step) and part == 0 else loss
 

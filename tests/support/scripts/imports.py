@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -33,6 +34,7 @@ check(
     not in subprocess.check_output([sys.executable, "-c", "import sys; print(list(sys.modules))"], text=True),
 )
 
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as Lightning does; it is read at each use
 import numpy
 
 check("numpy comes without torch", "torch" not in sys.modules)
