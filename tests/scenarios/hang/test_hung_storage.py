@@ -38,12 +38,12 @@ def test_the_agent_does_not_wait_for_the_file_system_of_a_hung_rank(tmp_path: Pa
             assert (fault["fault"], fault["rank"]) == ("hang", 0)
             (verdict,) = (tmp_path / "run" / "incidents").glob("*/verdict.json")
             assert "storage" in json.loads(verdict.read_text())["ranks"][0]["doing"]
-            # It outlives SIGKILL. The agent obeys meanwhile, before it reports that the rank does not end.
+            # It outlives SIGKILL. The agent obeys meanwhile; it would give the rank up after 10 s.
             assert run.process is not None
             run.process.send_signal(signal.SIGTERM)
             run.until(lambda: len(run.records("action_taken")) > 1)
-            stopped = run.records("action_taken")[1]["clock"]
-            assert all(one["clock"] > stopped for one in run.records("note") if "SIGKILL" in one["reason"])
+            restart, stop = (one["clock"] for one in run.records("action_taken"))
+            assert stop - restart < 9.0
             switch.unlink()
             assert run.finish() == 143, run.console()
         finally:
