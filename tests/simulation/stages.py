@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 from outlast.config import PreemptionOptions, RerunOptions
 from outlast.inprocess import policy as inprocess
 from outlast.inprocess.policy import CULPRIT_PATIENCE, Called, Enter, Granularity, Kill, Reentry, Refill
-from outlast.preemption.policy import Decision, Durable, Notice, Preempted, Signal, Staged, Voted
+from outlast.preemption.policy import Decision, Durable, Notice, Preempted, SaveFailed, Signal, Staged, Voted
+from outlast.recovery.policy.events import Fault, FaultKind
 from outlast.rerun.policy.events import Event, Found, Loaded, Means, Order, Passed, Reran, Started, Swapped
 from outlast.rerun.policy.machine import RerunMachine
 from tests.simulation.fencing import overlaps
 from tests.simulation.fleet import Fleet
 from tests.simulation.fleet_reentry import ResilientFleet
+from tests.simulation.fleet_steps import AgreeingFleet
 
 _TURN = 0.25
 Handle = Callable[..., Iterator[str]]
@@ -79,9 +81,12 @@ class FleetStage(Stage):
     lines: ClassVar[Lines] = {}
 
     def __init__(self, line: str) -> None:
-        *numbers, resilient = matched(r"begin fleet (\d+) nodes (\d+):(\d+) spares (\d+)( resilient)?", line)
+        *numbers, kind = matched(
+            r"begin fleet (\d+) nodes (\d+):(\d+) spares (\d+)( resilient| agreeing)?", line
+        )
         count, least, most, spares = map(int, numbers)
-        self._fleet = (ResilientFleet if resilient else Fleet)(count, least, most, spares=spares)
+        made = {" resilient": ResilientFleet, " agreeing": AgreeingFleet}.get(kind, Fleet)
+        self._fleet = made(count, least, most, spares=spares)
         self._begun = self._fleet.now
         self._shown = 0
 
@@ -114,6 +119,14 @@ class FleetStage(Stage):
         getattr(self._fleet, what)(*names.split())
         yield from ()
 
+    @on(lines, r"failing (n\d+)")
+    def failing(self, name: str) -> Iterator[str]:
+        """A device of the node is about to fail."""
+        generation, words = self._fleet.generation(), f"{name} is failing"
+        step = self._fleet.steps.get(generation, -1)
+        self._fleet.tell(name, Fault(FaultKind.FAILING, name, -1, generation, step, words, words))
+        yield from ()
+
     @on(lines, r"(kill|power|stop|resume|start|fail|raise|stick|deaf) (n\d+)")
     def node(self, what: str, name: str) -> Iterator[str]:
         """``power``: no network reports it; ``raise``, ``stick``, ``deaf``: of a resilient rank."""
@@ -131,7 +144,7 @@ class PreemptionStage(Stage):
 
     def __init__(self, line: str) -> None:
         lead, tiers = matched(r"begin preemption lead (\S+)((?: \w+=\S+)*)", line)
-        self._tiers = {name: float(one) for name, one in re.findall(r"(\w+)=(\S+)", tiers)}
+        self._tiers = _seconds(tiers)
         self._rank = Preempted(PreemptionOptions(), self._tiers, float(lead))
         self._started = False
 
@@ -153,9 +166,15 @@ class PreemptionStage(Stage):
     def staged(self, step: str) -> Iterator[str]:
         return self._answer(self._rank.handle(Staged(int(step)), self.now))
 
-    @on(lines, r"vote step (\d+) left (\S+)")
-    def vote(self, step: str, left: str) -> Iterator[str]:
-        return self._answer(self._rank.handle(Voted(int(step), float(left), dict(self._tiers)), self.now))
+    @on(lines, r"vote step (\d+) left (\S+)(?: with((?: \w+=\S+)+))?")
+    def vote(self, step: str, left: str, slowest: str | None) -> Iterator[str]:
+        """``with``: the tiers in which another rank needs longer."""
+        seconds = self._tiers | _seconds(slowest or "")
+        return self._answer(self._rank.handle(Voted(int(step), float(left), seconds), self.now))
+
+    @on(lines, r"failed (\d+): (.+)")
+    def failed(self, step: str, reason: str) -> Iterator[str]:
+        return self._answer(self._rank.handle(SaveFailed(int(step), reason), self.now))
 
     @on(lines, r"durable (\d+) in (\w+)")
     def durable(self, step: str, tier: str) -> Iterator[str]:
@@ -284,6 +303,10 @@ class RerunStage(Stage):
             f"{rank} {'bad' if rank in rejected else 'other' if rank in others else 'good'}"
             for rank in range(len(self._devices))
         )
+
+
+def _seconds(text: str) -> dict[str, float]:
+    return {name: float(one) for name, one in re.findall(r"(\w+)=(\S+)", text)}
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from outlast.checkpoint.policy.manifest import copy_name, rank_files
 from outlast.config import CheckpointOptions
@@ -114,6 +115,31 @@ def test_a_copy_that_one_rank_does_not_see_is_passed_over_by_all(tmp_path: Path)
 
     assert_restored(together(2, part), 1)
     assert (tmp_path / "0" / NEW).is_dir()
+
+
+class Deceived(StoreExchange):
+    """Hears nothing of the newest copy where ranks say what they see."""
+
+    def gather(self, topic: str, value: str, timeout: float) -> list[str]:
+        heard = [json.loads(text) for text in super().gather(topic, value, timeout)]
+        for _, _, data, _ in heard if topic == "inventory" else ():
+            data["copies"] = json.dumps([one for one in json.loads(data["copies"]) if one["name"] != NEW])
+        return list(map(json.dumps, heard))
+
+
+def test_ranks_that_have_restored_different_copies_do_not_train_on(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, 2)
+    store = dist.HashStore()
+
+    def part(exchange: StoreExchange) -> object:
+        kind = Deceived if exchange.rank else StoreExchange
+        box: Box = {}
+        other = kind(store, exchange.rank, 2, 2)
+        return checkpointer(tmp_path, exchange=other, generation=2).restore({"box": box})
+
+    first, second = together(2, part)
+    assert (type(first), type(second)) == (OutlastError, OutlastError)
+    assert all(name in str(first) for name in (OLD, NEW))
 
 
 def test_a_model_that_differs_on_one_rank_stops_all_of_them(tmp_path: Path) -> None:

@@ -158,6 +158,24 @@ def test_a_writer_that_starts_again_leaves_what_it_has_reported_as_it_is(
     lease.close()
 
 
+@pytest.mark.long
+def test_a_node_that_has_written_very_many_parts_while_the_leader_was_stopped_is_heard_again(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    leader, other = team.nodes
+    team.start(replication=False, ckpt_fully_parallel_save=False, buffers=80)
+    team.train(1)
+    os.kill(leader.saver.pid, signal.SIGSTOP)
+    for step in range(2, 70):
+        assert team.savers[1].stage(Order(step, True, "a test"), team.jobs[1].state)
+    until(lambda: len(list(other.durable.glob(".tmp-*"))) == 68, "parts on disk")
+    os.kill(leader.saver.pid, signal.SIGCONT)
+    team.step = 69
+    team.train(1, durable=lambda _: True)
+    until(lambda: all(node.status().durable_step == team.step for node in team.nodes), "word of the last")
+
+
 @pytest.mark.parametrize("saves", [1, 3])
 def test_without_the_spare_that_has_a_part_there_is_no_new_start(
     saves: int, team_of: Callable[..., Team]

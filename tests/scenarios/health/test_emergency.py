@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.agents import Agents
-from tests.support.launching import SCRIPTS
+from tests.support.launching import SCRIPTS, Run, running
 from tests.support.ranks import lines
 
 HEALTH = """\
@@ -64,6 +65,17 @@ def test_observing_saves_nothing(tmp_path: Path) -> None:
     records = run(tmp_path, settings(tmp_path, "xid,device=1,after=1", "observe"))
     assert notes(records, "100.00%")
     assert [one["step"] for one in records if one["kind"] == "saved"] == [400]
+
+
+def test_a_framework_that_saves_by_its_own_means_is_asked_again_when_there_is_more_to_lose(
+    tmp_path: Path,
+) -> None:
+    options = ("--nproc-per-node", "1", "--config", str(settings(tmp_path, "xid,device=0,after=1")))
+    with running(Run(tmp_path / "run", "announced_job.py", str(tmp_path), "100000", options=options)) as job:
+        job.until(lambda: len(job.records("script_saved")) > 1, "a second save")
+        assert job.process is not None
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 143, job.console()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -252,6 +253,11 @@ def test_a_launcher_waits_for_ranks_that_save_and_is_deaf_to_repeats(tmp_path: P
         process.send_signal(signal.SIGTERM)
         assert run.finish() == TERMINATED, run.console()
     check_same_step(tmp_path, run.console())
+    (ended,) = run.records("run_ended")
+    assert list(map(int, re.findall(r"\d+", ended["reason"]))) == [
+        signal.SIGTERM,
+        copies(tmp_path / "run")[-1],
+    ]
     assert all(map(is_gone, pids))
     assert runtime_folders(process.pid) == []
 

@@ -67,6 +67,18 @@ def test_the_same_fault_at_the_same_announced_step_ends_the_job(tmp_path: Path) 
     assert {one["step"] for one in run.records("fault_seen")} == {12}
 
 
+def test_garbage_that_is_due_is_collected_before_the_first_step_and_not_in_it(tmp_path: Path) -> None:
+    orders, answers = tmp_path / "orders", tmp_path / "answers"
+    orders.write_text("imports\nbegin 0\ndue\nstep_done 1\nend\n")
+    words = (str(orders), str(answers))
+    with running(
+        Run(tmp_path / "run", "announced_loop.py", *words, options=("--nproc-per-node", "1"))
+    ) as run:
+        assert run.finish() == 0, run.console()
+    due = dict(line.split()[:2] for line in answers.read_text().splitlines())
+    assert (due["imports"], due["due"]) == ("True", "False")
+
+
 LONG_END = """
 import atexit, time
 atexit.register(time.sleep, 9)  # runs after what is registered later
