@@ -120,7 +120,9 @@ def test_a_training_with_a_name_belongs_to_its_run(run: Path) -> None:
     (run / "fold-0").rename(mine)
     assert lines("ls", run) == []
     assert str(mine) in ckpt("ls", run).stdout
-    assert str(mine) in ckpt("verify", run, "--all").stdout
+    shown = ckpt("verify", run, "--all").stdout
+    assert str(mine) in shown
+    assert str(copies) in shown.replace(str(mine), "")  # no copy is there
     assert [one["name"] for one in lines("ls", mine)] == NAMES
     with locked(run / "lock"):
         assert code("quarantine", mine, NAMES[0], "--reason", "a test") == 64
