@@ -79,6 +79,9 @@ class Run:
         self.process: subprocess.Popen[bytes] | warm.Warm | None = None
 
     def start(self, **environment: str) -> Run:
+        if "PYTHONPATH" in environment:  # bench/defects.py has a copy of outlast in it
+            own = (environment["PYTHONPATH"], os.environ.get("PYTHONPATH"))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, own))
         with open(self.output, "ab") as file:
             self.process = started(self.command, file, environment, self.cold)
         return self

@@ -30,7 +30,8 @@ def allocation(folder: Path, code: int) -> list[subprocess.Popen[str]]:
         "--max-restarts=0",
     ]
     command += ["--no-python", sys.executable, "-c", SCRIPT.format(code=code)]
-    here = {**os.environ, **farm, "PYTHONPATH": str(folder / "site")}
+    sites = filter(None, (folder / "site", os.environ.get("PYTHONPATH")))
+    here = {**os.environ, **farm, "PYTHONPATH": os.pathsep.join(map(str, sites))}
     how = {"cwd": folder, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen(command, env={**here, "FARM_RANK": rank}, **how) for rank in ("0", "1")]
 
