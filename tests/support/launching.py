@@ -107,7 +107,7 @@ class Run:
                 found.append(json.loads(line))
         return [one for one in found if kind in (None, one["kind"])]
 
-    def until(self, condition: Callable[[], Any], what: str = "what is waited for") -> Any:
+    def until(self, condition: Callable[[], Any], what: str = "the condition of the test is true") -> Any:
         """Return the first true answer of a condition; fail when the launcher ends before it is true."""
 
         def true_or_over() -> Any:

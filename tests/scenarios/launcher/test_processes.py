@@ -273,7 +273,7 @@ def test_a_launcher_ends_though_what_cleans_up_after_it_was_stopped(tmp_path: Pa
             (cleaner,) = (pid for pid in children_of(run.process.pid) if ignores(pid, *stubborn))
             held = os.pidfd_open(cleaner)
             signal.pidfd_send_signal(held, signal.SIGSTOP)
-            until(lambda: state_of(cleaner) == "T", "it to stand still")
+            until(lambda: state_of(cleaner) == "T", "the cleaner to be stopped")
             go.touch()
             assert run.finish(60) == 0, run.console()
             assert is_gone(cleaner)
