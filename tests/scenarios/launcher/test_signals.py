@@ -65,7 +65,8 @@ def test_a_rank_does_not_ignore_what_a_shell_ignored_for_a_job_in_the_background
 
 
 def test_a_launcher_whose_parent_ignores_the_end_of_children_learns_how_ranks_end(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", sys.executable, "-c", "raise SystemExit(7)", options=("--no-python",))
+    options = ("--no-python", "--max-restarts=0")
+    run = Run(tmp_path / "run", sys.executable, "-c", "raise SystemExit(7)", options=options)
     run.command[:0] = [sys.executable, "-c", IGNORES]
     with running(run):
         assert run.finish() == 1, run.console()
