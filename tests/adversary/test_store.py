@@ -41,6 +41,7 @@ def test_answers_that_another_account_plants_move_no_rank_to_another_step(tmp_pa
         "counting.py",
         *(str(tmp_path / "trace"), "60", "10", "sleep@0@35@1"),
         options=("--nproc-per-node=2",),
+        cold=True,  # so that the hosts of stores are known by their command lines
     )
     with running(run):
         run.wait_step(34)
@@ -48,7 +49,9 @@ def test_answers_that_another_account_plants_move_no_rank_to_another_step(tmp_pa
         copies = tmp_path / "run/checkpoints"
         old = until(lambda: sorted(copies.glob("step-*/COMMIT")), "copies on disk")[0].parent
         hosts = children_running(run.process.pid, "zygote.py") - set(run.pids())
-        for _, port in {place for each in listeners(hosts).values() for place in each}:
+        ports = {port for each in listeners(hosts).values() for _, port in each}
+        assert len(ports) == 2, "the stores of this generation and of the next one"
+        for port in ports:
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
             )
@@ -56,6 +59,7 @@ def test_answers_that_another_account_plants_move_no_rank_to_another_step(tmp_pa
                 store.set(f"default_pg/0//outlast/2/1/{topic}/1/all", text)
         os.kill(run.pids()[0], signal.SIGKILL)
         assert run.finish() == 0
+    assert [one["rank"] for one in run.records("fault_seen")] == [0], "only the rank that is killed here"
     begun = []
     for rank in range(2):
         lines = [json.loads(line) for line in (tmp_path / f"trace/rank-{rank}").read_text().splitlines()]

@@ -32,6 +32,7 @@ class Agents:
         spares: ``--spares``.
         script: with its arguments after the folder; nothing: the one that waits, without torch.
         options: more options of all agents.
+        cold: as for ``Run``: for who looks at command lines and environments.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Agents:
         spares: int = 0,
         script: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
+        cold: bool = False,
     ) -> None:
         self.folder = folder
+        self.cold = cold
         self.run = folder / "run"
         self.trace = folder / "trace"
         self.trace.mkdir(parents=True)
@@ -79,7 +82,7 @@ class Agents:
     def launch(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the process of an agent."""
         with open(self.folder / f"{name}.console", "ab") as file:
-            self.agents[name] = started(command, file, environment)
+            self.agents[name] = started(command, file, environment, self.cold)
 
     def console(self, name: str) -> str:
         """Return what an agent has shown."""

@@ -152,7 +152,8 @@ def victim(folder: Path, *options: str, save_interval: int = 1000) -> Iterator[V
     config = folder / "outlast.toml"
     config.write_text(EVERY_STEP)
     script = ("counting.py", "1000000", str(save_interval))
-    with agents(folder / "job", "2:2", script=script, options=("--config", str(config), *options)) as found:
+    words = ("--config", str(config), *options)
+    with agents(folder / "job", "2:2", script=script, options=words, cold=True) as found:
         job = Victim(found)
         found.start("a", "b")
         found.until(lambda: all((found.run / "nodes" / n / "memory.json").exists() for n in "ab"), "savers")

@@ -139,7 +139,7 @@ def test_ranks_that_are_still_to_be_forked_at_a_signal_end_before_the_checkpoint
         for pid in forks:
             os.kill(pid, signal.SIGCONT)
         with contextlib.suppress(AssertionError):  # the rank may be killed before it begins
-            until((tmp_path / "began").exists, "the rank", deadline=2.0)
+            until((tmp_path / "began").exists, "the rank", deadline=5.0)
         os.kill(writer, signal.SIGCONT)
         assert run.finish() == 143, run.console()
     assert not (tmp_path / "outlived").exists()

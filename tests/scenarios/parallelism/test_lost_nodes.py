@@ -146,6 +146,7 @@ def test_a_lost_node_shrinks_the_layout_and_one_that_returns_grows_it(job: Calla
     example = str(ROOT / "examples" / "train_gpt_3d.py")
     endless = ("--steps", "100000", "--save-interval", "1000000", "--trace", str(agents.trace))
     agents.command = (example, *endless)
+    agents.cold = True  # so that its zygote is known by its command line
     begin(agents, "n1")
     done = until_layout(agents, FULL, 0)
     agents.until(
