@@ -29,7 +29,7 @@ _SLICE = 0.5  # seconds
 _WRITTEN = 64 << 20  # bytes; a page cache hides less
 _BLOCK = 1 << 20
 _MOST_WRITING = 10.0  # seconds
-_MOST_CLEARING = 1.0  # seconds; a file system that hangs is not waited for
+_MOST_CLEARING = 5.0  # seconds; a file system that hangs is not waited for
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 # What is misspelt most: names of NCCL, torch and OpenMP that change how a job runs.
 _KNOWN = (

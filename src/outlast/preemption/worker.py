@@ -53,6 +53,7 @@ from outlast.preemption.policy import (
 _TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}  # the system call, which libc does not offer
 _SIGINFO_BYTES = 128
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_ENDS_A_CALL = signal.SIGRTMAX  # used by nobody else: glibc and the JVM have the lowest ones
 _MOST = 4096  # bytes of a pipe that are read at a time
 
 
@@ -182,22 +183,28 @@ class Handlers:
         """In a child of multiprocessing: heed a signal only if the parent has sent it.
 
         The signals stay blocked in all threads, so handlers that are set later, as torch's workers do, change
-        nothing; a thread takes them.
+        nothing; a thread takes them. Another signal then ends the system call in which the main thread may
+        be: Python runs handlers nowhere else.
         """
         if os.getpid() == self._owner or not self._before:
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
+        if signal.getsignal(_ENDS_A_CALL) is signal.SIG_DFL:
+            signal.signal(_ENDS_A_CALL, lambda *_: None)
+        parent, main = os.getppid(), threading.get_ident()
         threading.Thread(
-            target=_heed_parent, args=(self.numbers, os.getppid()), name="signals", daemon=True
+            target=_heed_parent, args=(self.numbers, parent, main), name="signals", daemon=True
         ).start()
 
 
-def _heed_parent(numbers: frozenset[int], parent: int) -> None:
+def _heed_parent(numbers: frozenset[int], parent: int, main: int) -> None:
     while True:
         found = signal.sigwaitinfo(numbers)
         if found.si_pid == parent:  # it ends this process, as multiprocessing does
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {found.si_signo})
             _repeat(found)
+            if callable(signal.getsignal(_ENDS_A_CALL)):
+                signal.pthread_kill(main, _ENDS_A_CALL)
 
 
 def _repeat(found: signal.struct_siginfo) -> None:

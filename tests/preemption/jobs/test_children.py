@@ -23,7 +23,7 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 def ready(pipe):
     pipe.send(os.getpid())
     while True:
-        time.sleep(60)
+        time.sleep(3600)
 
 
 def plain(pipe):
@@ -53,7 +53,7 @@ def told(child):
     process.start()
     here.recv()
     process.terminate()
-    process.join(60.0)
+    process.join(30.0)
     return process.exitcode
 
 
