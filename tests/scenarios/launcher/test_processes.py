@@ -419,7 +419,7 @@ dist.destroy_process_group()
 
 
 def store_host(launcher: int, ranks: list[int]) -> int:
-    """Return the host of the ranks' store, 0 before it has its session: forked after the zygote, before them."""
+    """Return the host of the ranks' store, 0 while it has no session: forked between zygote and ranks."""
     sessions = [pid for pid in children_running(launcher, "zygote.py") if os.getsid(pid) == pid]
     return next((pid for pid in sorted(sessions)[1:] if pid < min(ranks)), 0)
 
