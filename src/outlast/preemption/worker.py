@@ -53,7 +53,7 @@ from outlast.preemption.policy import (
 _TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}  # the system call, which libc does not offer
 _SIGINFO_BYTES = 128
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_ENDS_A_CALL = signal.SIGRTMAX  # used by nobody else: glibc and the JVM have the lowest ones
+_ENDS_A_CALL = signal.SIGRTMAX  # glibc and the JVM take the lowest of the realtime signals
 _MOST = 4096  # bytes of a pipe that are read at a time
 
 
