@@ -16,7 +16,7 @@ from tests.support.opened import closed_at_end
 
 set_apart()
 
-LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts", "doctor"}
+LAUNCHED = {"scenarios", "jobs", "adversary", "chaos", "transcripts"}
 MAY_MISS = os.environ.get("TESTS_MAY_MISS", "").split()  # words of the only reasons to skip a test; none: any
 SEED_VARIABLE = "OUTLAST_TEST_SEED"
 if os.environ.get(SEED_VARIABLE) == "random":

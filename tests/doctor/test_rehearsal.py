@@ -22,6 +22,8 @@ from outlast.ipc.processes import is_alive
 from outlast.stragglers.policy.options import StragglerAction, StragglerOptions
 from tests.support.launching import until
 
+pytestmark = pytest.mark.launched
+
 WITHIN = 240.0  # seconds
 SESSION = """\
 import sys, time
