@@ -116,9 +116,9 @@ def examine(wanted: Sequence[Check], deadline: float) -> list[Diagnosis]:
                 answers.put([Diagnosis(name, False, told, "a check that ends", "correct what it names")])
 
     worker = threading.Thread(target=work, name="doctor", daemon=True)
-    worker.start()
     found: list[Diagnosis] = []
     try:
+        worker.start()
         for name, _ in wanted:
             while True:  # in slices: Ctrl-C just before a wait is heard at its end
                 try:
@@ -130,7 +130,8 @@ def examine(wanted: Sequence[Check], deadline: float) -> list[Diagnosis]:
         return found
     finally:
         _stopped.set()  # also after Ctrl-C: the thread removes its files
-        worker.join(_MOST_CLEARING)
+        if worker.is_alive():  # one that Ctrl-C kept from starting looks at _stopped first
+            worker.join(_MOST_CLEARING)
 
 
 @contextmanager
