@@ -22,7 +22,7 @@ POLICY = "policy"
 # The first level of the package; a unit imports from those below its own, and capabilities from each other.
 # A policy is below all of them, whichever capability it belongs to.
 LAYERS = (
-    {"errors", "fields", "ports", "config", POLICY},
+    {"codec", "errors", "fields", "ports", "config", POLICY},
     {"_lazy", "_torch_compat", "_version"},
     {"files", "plugins", "strangers"},
     {"settings"},
@@ -52,8 +52,8 @@ PURE_MODULES = {
         "functools",
         "hashlib",
     ),
-    *("heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "struct"),
-    *("textwrap", "types", "typing"),
+    *("heapq", "itertools", "json", "math", "msgspec", "operator", "random", "re", "statistics", "string"),
+    *("struct", "textwrap", "types", "typing"),
 }
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
@@ -431,7 +431,7 @@ def _loaded(names: list[str], heavy: list[str]) -> list[str]:
 
 
 def test_the_launcher_starts_without_heavy_imports() -> None:
-    heavy = ["torch", "numpy", "pydantic", "rich"]
+    heavy = ["torch", "numpy", "rich"]
     assert _loaded(["outlast", "outlast.cli", *_of_a_node()], heavy) == []
 
 

@@ -1,7 +1,7 @@
 """The ``outlast`` command: dispatch to the parts that carry out each subcommand.
 
 A module is imported when its subcommand needs it: pages of help import nothing of what runs a job, and
-``outlast run`` starts without torch, numpy, pydantic and rich.
+``outlast run`` starts without torch, numpy and rich.
 """
 
 from __future__ import annotations

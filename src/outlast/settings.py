@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from outlast.config import (
     CheckpointOptions,
@@ -236,7 +236,10 @@ def _near(word: str, known: Iterable[str], tell: bool = True) -> str:
 
 
 def _type_problems(document: Mapping[str, Any]) -> list[str]:
-    from pydantic import TypeAdapter, ValidationError
+    from outlast.codec import (
+        Malformed,
+        convert,
+    )  # msgspec takes a while to import, and most jobs have no file
 
     found: list[str] = []
     for name, kind in TABLES.items():
@@ -245,18 +248,15 @@ def _type_problems(document: Mapping[str, Any]) -> list[str]:
         for key, value in table.items() if isinstance(table, dict) else ():
             if key not in types:
                 continue
-            try:
-                TypeAdapter(types[key]).validate_python(value, strict=True)
-            except ValidationError as error:
-                for one in error.errors():
-                    path = ".".join(map(str, (name, key, *_inner(one["loc"], value))))
-                    found.append(f"{path}: found {one['input']!r}; {one['msg'].lower()}")
+            several = isinstance(value, dict) and get_origin(types[key]) is dict
+            inner = {f".{each}": one for each, one in value.items()} if several else {"": value}
+            for place, one in inner.items():
+                try:
+                    convert(one, get_args(types[key])[1] if several else types[key])
+                except Malformed as error:
+                    expected = str(error).partition(", got")[0]
+                    found.append(f"{name}.{key}{place}: found {one!r}, {expected}")
     return found
-
-
-def _inner(location: tuple[Any, ...], value: object) -> list[str]:
-    """Return the part of an error's location that is in the document: the keys of an inner table."""
-    return [str(part) for part in location if isinstance(value, dict) and part in value]
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def test_what_cannot_be_encoded_is_counted(path: Path) -> None:
     recorder.record(progress(1))
     first, second = read(path).records
     assert isinstance(first, Note)
-    assert "PosixPath is not JSON serializable" in first.reason
+    assert "PosixPath" in first.reason
     assert second == progress(1)
 
 

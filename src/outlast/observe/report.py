@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from outlast.codec import plain
 from outlast.errors import ExitCode, UsageError
 from outlast.observe import recorder, runs
-from outlast.observe.policy import codec, goodput, imports, node_logs
+from outlast.observe.policy import goodput, imports, node_logs
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger
 from outlast.observe.policy.imports import ImportCosts
 from outlast.observe.run_folder import RunFolder
@@ -160,7 +161,7 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
     if ledger.lost_unknown:
         seconds[Category.LOST_WORK.value] = None
     end = None if ledger.end is None else {"exit_code": ledger.end.exit_code, "reason": ledger.end.reason}
-    found: dict[str, Any] = codec.plain(
+    found: dict[str, Any] = plain(
         {
             "run_id": ledger.run_id,
             "began": ledger.began,

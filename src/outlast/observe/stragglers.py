@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast.codec import plain
 from outlast.errors import ExitCode
 from outlast.observe import report
-from outlast.observe.policy import codec, heat
+from outlast.observe.policy import heat
 from outlast.recovery.policy.events import Record, StepTimes, StragglerSeen
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             ],
             "times": [asdict(one) for one in times],
         }
-        sys.stdout.write(json.dumps(codec.plain(told), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
         return ExitCode.OK
     from rich.console import Console
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from outlast.codec import plain
 from outlast.errors import ExitCode
 from outlast.observe import report
 from outlast.observe.following import RunFollower
-from outlast.observe.policy import codec
 from outlast.observe.policy.now import NodeNow, Now, State
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
 from outlast.recovery.policy.events import StepSource
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             "lines_skipped": follower.skipped,
             "lines_unknown": follower.unknown,
         }
-        sys.stdout.write(json.dumps(codec.plain(told), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
         return ExitCode.OK
     if options.once or not sys.stdout.isatty():
         width = max(NARROWEST, shutil.get_terminal_size().columns)

@@ -22,7 +22,7 @@ except SystemExit as end:
     code = end.code
 sys.stderr.write(json.dumps([code, sorted(sys.modules)]))
 """
-HEAVY = {"asyncio", "dataclasses", "inspect", "numpy", "pydantic", "socket", "subprocess", "torch"}
+HEAVY = {"asyncio", "dataclasses", "inspect", "msgspec", "numpy", "socket", "subprocess", "torch"}
 FOR_A_PAGE = {"outlast", "outlast._lazy", "outlast._version", "outlast.cli", "outlast.errors"}
 OF_RUN = {"outlast.launcher", "outlast.launcher.command", "outlast.launcher.command.parser"}
 

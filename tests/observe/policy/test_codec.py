@@ -20,15 +20,21 @@ from outlast.recovery.policy.events import (
     Note,
     Record,
     RecoveryAction,
-    RunEnded,
     Saved,
     TimeoutsLearned,
 )
 
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-RECORDS = st.one_of(
-    [st.builds(kind, **{"evidence": ...} if kind is FaultSeen else {}) for kind in KINDS.values()]
-)
+WHOLE = st.integers(-(2**63), 2**63 - 1)
+DRAWN = {"Int64": WHOLE, "tuple[Int64, ...]": st.lists(WHOLE).map(tuple)}
+
+
+def drawn(kind: type[Record]) -> st.SearchStrategy[Record]:
+    bounded = {spec.name: DRAWN[str(spec.type)] for spec in fields(kind) if str(spec.type) in DRAWN}
+    return st.builds(kind, **bounded, **({"evidence": ...} if kind is FaultSeen else {}))
+
+
+RECORDS = st.one_of([drawn(kind) for kind in KINDS.values()])
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "event-log.md"
 SAVED = Saved(12.5, 3.25, 7, 120, "step-000000120.g7", 4096, 0.5, "every 60 s")
 
@@ -102,7 +108,7 @@ def test_each_field_without_a_default_is_missed(kind: type[Record]) -> None:
         raw = json.loads(encode(example))
         del raw[spec.name]
         if spec.default is MISSING and spec.default_factory is MISSING:
-            with pytest.raises(CodecError, match=f"lacks {spec.name}"):
+            with pytest.raises(CodecError, match=f"`{spec.name}`"):
                 decode(json.dumps(raw))
         else:
             assert isinstance(decode(json.dumps(raw)), kind)
@@ -119,10 +125,10 @@ def test_a_field_of_another_type_is_refused(kind: type[Record], value: object) -
 
 
 EXAMPLE_VALUES: dict[str, object] = {
-    "int": 3,
+    "Int64": 3,
     "float": 1.5,
     "str": "x",
-    "tuple[int, ...]": (1, 2),
+    "tuple[Int64, ...]": (1, 2),
     "tuple[str, ...]": ("a", "b"),
     "dict[str, float]": {"step": 1.5},
     "dict[str, str]": {"stacks": "x"},
@@ -139,20 +145,21 @@ RECORDS_BY_KIND = {
         *((line, ()) for line in ("", encode(SAVED)[:-9], "\0\0\0\0", "[" * 100_000)),
         ('{"v":1,"kind":"saved","time":NaN}', ("NaN",)),
         ("[1]", ("list",)),
-        ('"saved"', ("str",)),
-        ("{}", ("kind",)),
-        ('{"kind":"saved"}', ("v ",)),
-        *((altered(v=value), ("v ", repr(value))) for value in (True, 0, "1")),
-        (altered(kind=["saved"]), ("kind", "['saved']")),
-        (altered(step=1.0), ("step", "1.0", "int")),
-        (altered(step=True), ("step", "True", "int")),
-        (altered(seconds="soon"), ("seconds", "'soon'", "float")),
-        (altered(seconds=10**400), ("seconds", "1000000")),
-        *((altered(step=one), ("step", "1001", "1000")) for one in (2**1000 + 1, -(2**1000) - 1)),
-        (altered(reason=None), ("reason", "None", "str")),
-        (altered(checkpoint="x" * 10_000, step=None), ("step", "None")),
+        ('"saved"', ("a text",)),
+        ("{}", ("`v`",)),
+        ('{"v":1}', ("`kind`",)),
+        ('{"kind":"saved"}', ("`v`",)),
+        *((altered(v=value), ("`v`",)) for value in (True, 0, "1")),
+        (altered(kind=["saved"]), ("`kind`", "a list")),
+        (altered(step=1.0), ("`step`", "a whole number")),
+        (altered(step=True), ("`step`", "true or false")),
+        (altered(seconds="soon"), ("`seconds`", "a text")),
+        (altered(seconds=10**400), ("`seconds`",)),
+        *((altered(step=one), ("`step`", str(2**63)[:9])) for one in (2**63, 2**1000, -(2**63) - 1)),
+        (altered(reason=None), ("`reason`", "a text")),
+        (altered(checkpoint="x" * 10_000, step=None), ("`step`",)),
     ],
-    ids=range(21),
+    ids=range(23),
 )
 def test_a_wrong_line_is_refused_with_what_is_wrong(line: str, named: tuple[str, ...]) -> None:
     with pytest.raises(CodecError) as raised:
@@ -161,16 +168,11 @@ def test_a_wrong_line_is_refused_with_what_is_wrong(line: str, named: tuple[str,
     assert len(str(raised.value)) < 1000
 
 
-@pytest.mark.parametrize("step", [2**1000, -(2**1000)])
-def test_whole_numbers_of_a_thousand_bits_are_read(step: int) -> None:
+@pytest.mark.parametrize("step", [2**63 - 1, -(2**63)])
+def test_whole_numbers_of_64_bits_are_read(step: int) -> None:
     record = decode(altered(step=step))
     assert isinstance(record, Saved)
     assert record.step == step
-
-
-def test_a_value_for_json_has_lists_and_no_numbers_that_are_not_finite() -> None:
-    value = {"a": (1, math.nan), "b": [(-math.inf, "x")], "c": {"d": (True, None, 0.5)}}
-    assert codec.plain(value) == {"a": [1, "nan"], "b": [["-inf", "x"]], "c": {"d": [True, None, 0.5]}}
 
 
 @given(RECORDS, st.data())
@@ -197,10 +199,8 @@ class Strange(Record):
     [
         Strange(0.0, 0.0, 0),
         Note(0.0, 0.0, 0, Path("x")),  # type: ignore[arg-type]
-        RunEnded(0.0, 0.0, 0, 1, {1}, ""),  # type: ignore[arg-type]
-        TimeoutsLearned(0.0, 0.0, 0, {math.nan: 1.0}, ""),  # type: ignore[dict-item]
     ],
-    ids=["kind", "path", "set", "nan as a name"],
+    ids=["kind", "path"],
 )
 def test_what_cannot_be_a_line_is_refused(record: Record) -> None:
     with pytest.raises(CodecError):

@@ -26,11 +26,11 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import files
+from outlast import codec, files
 from outlast.checkpoint.policy.manifest import (
     DOCUMENT_BYTES,
     alike_files,
@@ -351,7 +351,7 @@ class MemoryFolder:
 
     def introduce(self, members: Members) -> None:
         """Say who the ranks are, and wake the writer."""
-        write_whole(self._members, json.dumps(asdict(members)).encode())
+        write_whole(self._members, codec.encode(members))
         self.ring()
 
     def status(self) -> Status | None:
@@ -360,7 +360,7 @@ class MemoryFolder:
 
     def publish(self, status: Status) -> None:
         """Say how far the writer is."""
-        write_whole(self._status, json.dumps(asdict(status)).encode())
+        write_whole(self._status, codec.encode(status))
 
     def ask_to_flush(self) -> None:
         """Ask that the newest copy in memory goes to disk now; what cannot be asked for is not said."""
@@ -626,26 +626,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path, kind: type[_Said]) -> _Said | None:
+    """Return what a file holds; None: nothing, or what another version wrote."""
     try:
-        found: _Said = _decode(kind, json.loads(files.read_private(path, _SAID_BYTES)))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return codec.decode(files.read_private(path, _SAID_BYTES), kind, exactly=True)
+    except (OSError, codec.Malformed):
         return None
-    return found
-
-
-def _decode(kind: Any, value: Any) -> Any:
-    """Turn JSON values into what they were made from.
-
-    Raises:
-        TypeError: a field is missing, or one is there that is not known: another version wrote it.
-    """
-    if value.keys() != {spec.name for spec in fields(kind)}:
-        raise TypeError(f"{kind.__name__}: other fields")
-    values = {key: tuple(one) if isinstance(one, list) else one for key, one in value.items()}
-    if values.get("together") is not None:
-        values["together"] = _decode(Together, values["together"])
-    if "nodes" in values:
-        values["nodes"] = tuple(_decode(Peer, one) for one in values["nodes"])
-    if "left" in values:
-        values["left"] = tuple(_decode(Left, one) for one in values["left"])
-    return kind(**values)

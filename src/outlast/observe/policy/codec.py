@@ -1,8 +1,7 @@
 """Encoding of event log records as JSON lines, and decoding.
 
-A line is one object, ASCII only: ``{"v":1,"kind":"saved","time":...,"clock":...,...}`` with the fields of the
-record's class. JSON has no word for a float that is not finite, so these are the strings ``"nan"``, ``"inf"``
-and ``"-inf"``; the type of the field distinguishes them from text.
+A line is one object: ``{"v":1,"kind":"saved","time":...,"clock":...,...}`` with the fields of the record's
+class, as :mod:`outlast.codec` writes them.
 
 Logs may be newer than the reader: a line of an unknown kind or of a newer version is returned as
 :class:`Unknown`. A known kind that lacks a field or has one of another type is a :class:`CodecError`. A field
@@ -12,11 +11,11 @@ compatible.
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from outlast import codec
+from outlast.codec import Malformed, Meta
 from outlast.errors import OutlastError
 from outlast.recovery.policy import events
 from outlast.recovery.policy.events import SCHEMA_VERSION, Record
@@ -49,19 +48,13 @@ KINDS: dict[str, type[Record]] = {
     "run_ended": events.RunEnded,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-# The type of a field as its annotation says it -> the JSON type, and the type of what is inside.
-_SHAPES: dict[str, tuple[type, str]] = {
-    "int": (int, ""),
-    "float": (float, ""),
-    "str": (str, ""),
-    "tuple[int, ...]": (list, "int"),
-    "tuple[str, ...]": (list, "str"),
-    "dict[str, float]": (dict, "float"),
-    "dict[str, str]": (dict, "str"),
-}
-_MOST = 2**1000  # beyond 2**1023 arithmetic with floats fails
 _SHOWN = 120  # characters of a line that an error quotes
+
+
+@dataclass(frozen=True)
+class _Head:
+    v: Annotated[int, Meta(ge=1)]
+    kind: str
 
 
 class CodecError(OutlastError):
@@ -86,93 +79,24 @@ def encode(record: Record) -> str:
     name = _NAMES.get(type(record))
     if name is None:
         raise CodecError(f"{type(record).__name__} is no kind of the event log; it was not written")
-    line: dict[str, Any] = {"v": SCHEMA_VERSION, "kind": name}
-    for spec in fields(record):
-        line[spec.name] = plain(getattr(record, spec.name))
     try:
-        return json.dumps(line, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CodecError(
-            f"a record {name!r} cannot be written as JSON: {error}; it was not written"
-        ) from error
+        return f'{{"v":{SCHEMA_VERSION},"kind":"{name}",{codec.encode(record).decode()[1:]}'
+    except Malformed as error:
+        raise CodecError(f"a record {name!r} was not written: {error}") from error
 
 
-def plain(value: Any) -> Any:
-    """Return a value for JSON: floats that are not finite as strings, tuples as lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
-    return value
-
-
-def decode(line: str) -> Record | Unknown:
+def decode(line: str | bytes) -> Record | Unknown:
     """Return the record of a line.
 
     Raises:
         CodecError: the line is no JSON object with a kind and a version, or lacks what its kind needs.
     """
     try:
-        raw = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(line, f"not JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise _wrong(line, f"a JSON {type(raw).__name__}, expected an object")
-    name, version = raw.get("kind"), raw.get("v")
-    if not isinstance(name, str):
-        raise _wrong(line, f"kind is {name!r}, expected str")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise _wrong(line, f"v is {version!r}, expected a version from 1 on")
-    kind = KINDS.get(name)
-    if kind is None or version > SCHEMA_VERSION:
-        return Unknown(name, version, raw)
-    values: dict[str, Any] = {}
-    for spec in fields(kind):
-        if spec.name in raw:
-            try:
-                values[spec.name] = _shaped(spec.name, str(spec.type), raw[spec.name])
-            except CodecError as error:
-                raise _wrong(line, str(error)) from None
-        elif spec.default is MISSING and spec.default_factory is MISSING:
-            raise _wrong(line, f"{name} lacks {spec.name}")
-    return kind(**values)
-
-
-def _shaped(name: str, shape: str, value: Any) -> Any:
-    """Return a field's value in the type that its annotation names."""
-    json_type: Any
-    json_type, inner = _SHAPES[shape]
-    if json_type is float:
-        value = _as_float(value)
-    if isinstance(value, bool) or not isinstance(value, json_type):
-        raise CodecError(f"{name} is {value!r:.{_SHOWN}}, expected {shape}")
-    if json_type is int and not -_MOST <= value <= _MOST:
-        raise CodecError(f"{name} has {value.bit_length()} bits, expected at most 1000")
-    if json_type is list:
-        return tuple(_shaped(f"{name}[{at}]", inner, item) for at, item in enumerate(value))
-    if json_type is dict:
-        return {key: _shaped(f"{name}.{key}", inner, item) for key, item in value.items()}
-    return value
-
-
-def _as_float(value: Any) -> Any:
-    """Return the value of a float field as float; other values are returned unchanged."""
-    if isinstance(value, str):
-        return _NOT_FINITE.get(value, value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return value
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _wrong(line: str, what: str) -> CodecError:
-    shown = line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
-    return CodecError(f"not a line of the event log: {what}; the line: {shown!r}")
+        head = codec.decode(line, _Head)
+        kind = KINDS.get(head.kind)
+        if kind is None or head.v > SCHEMA_VERSION:
+            return Unknown(head.kind, head.v, codec.decode(line, dict[str, Any]))
+        return codec.decode(line, kind)
+    except Malformed as error:
+        shown = line if len(line) <= _SHOWN else line[:_SHOWN]
+        raise CodecError(f"not a line of the event log: {error}; the line: {shown!r}") from error

@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from outlast.observe.policy import codec, goodput
+from outlast.codec import plain
+from outlast.observe.policy import goodput
 from outlast.recovery.policy import events
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def left_out(shown: Tracks, counted: Sequence[tuple[float, int]]) -> int:
 def _told(one: Slice, where: dict[str, int]) -> Iterator[dict[str, Any]]:
     begin, length = one.begin * _MICROSECONDS, (one.end - one.begin) * _MICROSECONDS
     event = {"ph": "X", "name": one.name, "cat": "outlast", "ts": begin, "dur": length, **where}
-    yield {**event, "args": codec.plain(one.told)}
+    yield {**event, "args": plain(one.told)}
     for inner in one.within:
         yield from _told(inner, where)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outlast.cluster.policy.codec import Digest, ExitCode, Generation, Name, Rank
+from outlast.codec import Int64
 
 SCHEMA_VERSION = 1
 COVERS = ("parameters", "parameters and optimizers")  # what was compared, without and with tripwire_optimizer
@@ -134,7 +135,7 @@ class Record:
 
     time: float
     clock: float
-    generation: int
+    generation: Int64
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,10 @@ class RunStarted(Record):
 
     run_id: str
     node: str
-    pid: int
+    pid: Int64
     boot_id: str  # clocks of two records compare only where this is equal
     command: tuple[str, ...]
-    world_size: int
+    world_size: Int64
     reason: str
 
 
@@ -154,8 +155,8 @@ class RunStarted(Record):
 class GenerationStarted(Record):
     """The workers of a generation were started."""
 
-    world_size: int
-    pids: tuple[int, ...]
+    world_size: Int64
+    pids: tuple[Int64, ...]
     start: str  # "zygote" or "cold: <why>"
     reason: str
 
@@ -168,7 +169,7 @@ class FirstStep(Record):
     ranks: spawned, started (the script runs), session, group, loaded, first_step.
     """
 
-    step: int
+    step: Int64
     marks: dict[str, float]
     source: str = ""  # of the step, a StepSource
 
@@ -179,8 +180,8 @@ class FaultSeen(Record):
 
     fault: str
     node: str
-    rank: int
-    step: int
+    rank: Int64
+    step: Int64
     since: float
     reason: str
     signature: str
@@ -193,7 +194,7 @@ class ActionTaken(Record):
     """The decider's answer to a fault; ``wait`` are seconds before new workers are started."""
 
     action: str
-    next_generation: int
+    next_generation: Int64
     state: str
     reason: str
     wait: float = 0.0
@@ -203,9 +204,9 @@ class ActionTaken(Record):
 class Saved(Record):
     """A checkpoint was committed."""
 
-    step: int
+    step: Int64
     checkpoint: str
-    nbytes: int
+    nbytes: Int64
     seconds: float  # for which training was paused
     reason: str
 
@@ -214,7 +215,7 @@ class Saved(Record):
 class SaveLost(Record):
     """A checkpoint could not be written; older ones are kept."""
 
-    step: int
+    step: Int64
     seconds: float
     reason: str
 
@@ -223,9 +224,9 @@ class SaveLost(Record):
 class Loaded(Record):
     """The ranks agreed on a checkpoint and loaded it, from ``places`` (tier and name)."""
 
-    step: int
+    step: Int64
     checkpoint: str
-    nbytes: int
+    nbytes: Int64
     seconds: float
     reason: str
     places: tuple[str, ...] = ()
@@ -236,7 +237,7 @@ class Loaded(Record):
 class Quarantined(Record):
     """A copy was set aside."""
 
-    step: int
+    step: Int64
     checkpoint: str
     reason: str
 
@@ -253,7 +254,7 @@ class Pruned(Record):
 class TrustChanged(Record):
     """A copy (tier and name) became suspect, quarantined, proven or released."""
 
-    step: int
+    step: Int64
     checkpoint: str
     trust: str
     reason: str
@@ -263,11 +264,11 @@ class TrustChanged(Record):
 class Compared(Record):
     """Replicas were compared; they were last equal after step ``agreed``."""
 
-    step: int
+    step: Int64
     digest: str  # of all replicas; empty: they differ
     reason: str
-    agreed: int = -1
-    ranks: tuple[int, ...] = ()  # those in the minority
+    agreed: Int64 = -1
+    ranks: tuple[Int64, ...] = ()  # those in the minority
     tensors: tuple[str, ...] = ()  # those that differ
     covers: str = ""  # one of COVERS
 
@@ -284,24 +285,24 @@ class TimeoutsLearned(Record):
 class Progress(Record):
     """The step of the slowest rank; written periodically so that lost work can be counted."""
 
-    step: int
+    step: Int64
     source: str = ""  # of the step, a StepSource
-    resumed: int = -1  # completed steps that a framework began this generation with; -1: it reported none
+    resumed: Int64 = -1  # completed steps that a framework began this generation with; -1: it reported none
 
 
 @dataclass(frozen=True)
 class StepsPlanned(Record):
     """The script said after how many steps, counted over all restarts, its loop ends."""
 
-    total: int
+    total: Int64
 
 
 @dataclass(frozen=True)
 class StragglerSeen(Record):
     """A rank slows the job, no longer does, or cannot be judged; see ``stragglers.policy.rows.Verdict``."""
 
-    step: int
-    rank: int
+    step: Int64
+    rank: Int64
     node: str
     state: str
     activity: str  # what it is slow at, a stragglers.policy.rows.Kind
@@ -310,7 +311,7 @@ class StragglerSeen(Record):
     job_slowdown: float
     share_of_steps: float
     confidence: float
-    windows: int
+    windows: Int64
     reason: str
 
 
@@ -318,7 +319,7 @@ class StragglerSeen(Record):
 class StepTimes(Record):
     """How long ranks were busy in a step: the median over ranks, and the ratio of each rank to it."""
 
-    step: int
+    step: Int64
     seconds: float
     ratios: dict[str, float]
 
@@ -327,15 +328,15 @@ class StepTimes(Record):
 class ScriptSaved(Record):
     """The script says that a checkpoint of its own exists at a step."""
 
-    step: int
-    agreed: int = -1  # number of that step where the ranks agree on one; -1: they do not
+    step: Int64
+    agreed: Int64 = -1  # number of that step where the ranks agree on one; -1: they do not
 
 
 @dataclass(frozen=True)
 class CannotSave(Record):
     """The ranks were to save, and their framework has no place for a checkpoint: none will come."""
 
-    step: int
+    step: Int64
     reason: str
 
 
@@ -343,7 +344,7 @@ class CannotSave(Record):
 class StartedAgain(Record):
     """A rank was started again in a new interpreter: its script set variables that the zygote lacked."""
 
-    rank: int
+    rank: Int64
     variables: tuple[str, ...]
     reason: str
     package: str = ""  # of the modules that were imported ahead; empty: what every zygote imports
@@ -353,9 +354,9 @@ class StartedAgain(Record):
 class ImportsSeen(Record):
     """A rank has listed the modules that it imported up to one of its first steps."""
 
-    rank: int
-    modules: int
-    heartbeats: int
+    rank: Int64
+    modules: Int64
+    heartbeats: Int64
 
 
 @dataclass(frozen=True)
@@ -365,7 +366,7 @@ class ImportedAhead(Record):
     ``left_out`` has the modules that ranks import themselves, and why; at most 20.
     """
 
-    modules: int
+    modules: Int64
     seconds: float
     left_out: dict[str, str]
     reason: str
@@ -377,7 +378,7 @@ class Telemetry(Record):
 
     node: str
     what: str  # "device", "host", "xid" or "silence"
-    device: int  # -1: none
+    device: Int64  # -1: none
     uuid: str
     values: dict[str, float]
     reason: str
@@ -394,6 +395,6 @@ class Note(Record):
 class RunEnded(Record):
     """The launcher has ended."""
 
-    step: int
-    exit_code: int
+    step: Int64
+    exit_code: Int64
     reason: str
