@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.launching import Run, is_gone, running, runtime_folders, until
-from tests.support.processes import child_running, children_of, children_running, state_of, tree_of
+from tests.support.processes import child_running, children_of, state_of, tree_of
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 60
@@ -406,11 +407,12 @@ def test_a_rank_with_the_number_of_one_that_failed_has_its_own_exit_code(tmp_pat
 
 
 MEETING = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 here = Path(sys.argv[1])
-(here / "there").touch()
+(here / os.environ["RANK"]).write_text(os.environ["MASTER_PORT"])
+(here / os.environ["RANK"]).rename(here / f"port-{os.environ['RANK']}")
 while not (here / "go").exists():
     time.sleep(0.01)
 dist.init_process_group("gloo")
@@ -418,10 +420,15 @@ dist.destroy_process_group()
 """
 
 
-def store_host(launcher: int, ranks: list[int]) -> int:
-    """Return the host of the ranks' store, 0 while it has no session: forked between zygote and ranks."""
-    sessions = [pid for pid in children_running(launcher, "zygote.py") if os.getsid(pid) == pid]
-    return next((pid for pid in sorted(sessions)[1:] if pid < min(ranks)), 0)
+def store_host(launcher: int, port: int) -> int:
+    """Return the child of a launcher that alone listens at a port; 0: there is none yet."""
+    found = [
+        child.pid
+        for child in psutil.Process(launcher).children()
+        for one in child.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    ]
+    return found[0] if len(found) == 1 else 0
 
 
 def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp_path: Path) -> None:
@@ -430,9 +437,9 @@ def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp
     run = Run(tmp_path / "run", str(script), str(tmp_path), options=("--nproc-per-node=2",), cold=True)
     with running(run):
         assert run.process is not None
-        run.until((tmp_path / "there").exists)
-        ranks = run.pids()
-        host = run.until(lambda: store_host(run.process.pid, ranks), "the host of the store")
+        run.until((tmp_path / "port-0").exists)
+        port = int((tmp_path / "port-0").read_text())
+        host = run.until(lambda: store_host(run.process.pid, port), "the host of the store")
         os.kill(host, signal.SIGKILL)
         until(lambda: is_gone(host), "the end of the store host")
         (tmp_path / "go").touch()
