@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers.disk_loads import load
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.save.staging import Order
@@ -179,7 +180,6 @@ def work(setup: Setup, rank: int, shift: Shift, link: socket.socket | None, say:
     exchange = SoloExchange() if link is None else PairExchange(rank, link)
     settings = CheckpointOptions(timeout=PATIENCE, staging=setup.staging, buffers=setup.buffers)
     identity = Identity(f"campaign-{setup.seed}", shift.generation, rank, setup.world)
-    found = Checkpointer(setup.disk, identity, exchange, settings, SystemClock(), records.append)
     saver = SaverProcess(setup.memory, "", setup.folder / "events.jsonl")
 
     def call_saver() -> None:
@@ -189,9 +189,14 @@ def work(setup: Setup, rank: int, shift: Shift, link: socket.socket | None, say:
         if saver.pid != before:
             say(saver=saver.pid)
 
+    found = Checkpointer(
+        *(setup.disk, identity, exchange, settings, SystemClock(), records.append),
+        *(MemoryFolder(setup.memory), call_saver),
+    )
     if shift.memory:
-        found.through_memory(MemoryFolder(setup.memory), call_saver)
-    restored = found.restore(training.state)
+        restored = found.restore(training.state)
+    else:
+        restored = load(setup.disk, identity, exchange, settings, training.state, records.append)
     start = 0 if restored is None else restored.step
     why = "".join(record.reason for record in records if isinstance(record, Loaded))
     name, cursor = ("", None) if restored is None else (restored.name, restored.cursor)

@@ -59,11 +59,9 @@ def join(folder: Path, staging: str, saver: Any) -> Any:
 
     settings = CheckpointOptions(staging=staging)
     identity = Identity("bench", 1, 0, 1)
-    found = Checkpointer(
-        folder / "checkpoints", identity, SoloExchange(), settings, SystemClock(), lambda _: None
-    )
-    found.through_memory(MemoryFolder(default_root(f"bench-{os.getpid()}", folder)), saver.ensure)
-    return found
+    memory = MemoryFolder(default_root(f"bench-{os.getpid()}", folder))
+    about = (identity, SoloExchange(), settings, SystemClock(), lambda _: None)
+    return Checkpointer(folder / "checkpoints", *about, memory, saver.ensure)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

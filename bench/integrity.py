@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,10 +37,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peers import figures
+from peers.disk_loads import load
 from safetensors.torch import load_file, save_file
 
 from outlast.checkpoint.checkpointer import Checkpointer, Identity
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import StoreExchange, SystemClock
 
@@ -159,15 +164,24 @@ def together(part: Callable[[StoreExchange], Any]) -> list[Any]:
     return answers
 
 
-def checkpointer(folder: Path, exchange: StoreExchange) -> Checkpointer:
+def about(exchange: StoreExchange) -> tuple[Identity, StoreExchange, CheckpointOptions]:
     identity = Identity("integrity", 1, exchange.rank, WORLD)
-    settings = CheckpointOptions(timeout=PATIENCE, keep_last_n=len(STEPS))
-    return Checkpointer(folder, identity, exchange, settings, SystemClock(), lambda _: None)
+    return identity, exchange, CheckpointOptions(timeout=PATIENCE, keep_last_n=len(STEPS))
 
 
 def save_all(folder: Path, seed: int) -> dict[int, list[dict[str, torch.Tensor]]]:
     """Save every step on every rank; return what each rank held at each step."""
     ranks = [Rank(seed * WORLD + rank) for rank in range(WORLD)]
+    memory = MemoryFolder(folder.with_name("memory"))
+    saver = SaverProcess(memory.root, "", folder.with_name("events.jsonl"))
+
+    def join(exchange: StoreExchange) -> Checkpointer:
+        ensure = saver.ensure if exchange.rank == 0 else lambda: ""
+        found = Checkpointer(folder, *about(exchange), SystemClock(), lambda _: None, memory, ensure)
+        found.restore(state_of(ranks[exchange.rank]))
+        return found
+
+    joined: list[Any] = together(join)
     held: dict[int, list[dict[str, torch.Tensor]]] = {}
     for step in STEPS:
         for rank in ranks:
@@ -175,14 +189,23 @@ def save_all(folder: Path, seed: int) -> dict[int, list[dict[str, torch.Tensor]]
         held[step] = [{key: value.clone() for key, value in rank.tensors().items()} for rank in ranks]
 
         def part(exchange: StoreExchange, step: int = step) -> bool:
-            rank = ranks[exchange.rank]
-            state = {"model": rank.model, "optimizer": rank.optimizer}
-            return checkpointer(folder, exchange).save(step, state, "a trial")
+            rank = exchange.rank
+            saved: bool = joined[rank].save(Order(step, True, "a trial"), state_of(ranks[rank]))
+            return saved
 
         answers = together(part)
         if answers != [True] * WORLD:
             raise SystemExit(f"step {step} could not be saved: {answers}")
+    for one in joined:
+        one.close()
+    saver.hang_up()
+    while not saver.ended():
+        time.sleep(0.01)
     return held
+
+
+def state_of(rank: Rank) -> dict[str, object]:
+    return {"model": rank.model, "optimizer": rank.optimizer}
 
 
 def problem_of(folder: Path, file: str, expected: list[dict[str, torch.Tensor]]) -> str:
@@ -190,9 +213,7 @@ def problem_of(folder: Path, file: str, expected: list[dict[str, torch.Tensor]])
     ranks = [Rank(1000 + rank) for rank in range(WORLD)]
 
     def part(exchange: StoreExchange) -> Any:
-        rank = ranks[exchange.rank]
-        state = {"model": rank.model, "optimizer": rank.optimizer}
-        return checkpointer(folder, exchange).restore(state)
+        return load(folder, *about(exchange), state_of(ranks[exchange.rank]))
 
     for rank, restored in enumerate(together(part)):
         if restored is None or isinstance(restored, Exception) or restored.step != STEPS[-2]:
@@ -213,11 +234,7 @@ def run_outlast(seed: int, place: Path) -> bool:
     held = save_all(place / "saved", seed)
     files = sorted(path.name for path in (place / "saved" / NEWEST).iterdir())
     ranks = [Rank(1000 + rank) for rank in range(WORLD)]
-    sound = together(
-        lambda exchange: checkpointer(place / "saved", exchange).restore(
-            {"model": ranks[exchange.rank].model, "optimizer": ranks[exchange.rank].optimizer}
-        )
-    )
+    sound = together(lambda exchange: load(place / "saved", *about(exchange), state_of(ranks[exchange.rank])))
     whole = all(
         not isinstance(found, Exception) and found is not None and found.step == STEPS[-1] for found in sound
     ) and all(same(ranks[rank].tensors(), held[STEPS[-1]][rank]) for rank in range(WORLD))

@@ -99,21 +99,30 @@ class Outlast(System):
         self.memory = default_root(name[0], folder)
 
     def start(self) -> None:
-        from outlast.checkpoint.tiers.memory_folder import MemoryFolder
         from outlast.checkpoint.writer_process import SaverProcess
 
         self._saver = SaverProcess(self.memory, "", self.folder / "events.jsonl")
         ensure = self._saver.ensure if self.rank == 0 else lambda: None
         self._generation = 1
-        self._checkpointer = self._make(1)
-        self._checkpointer.through_memory(MemoryFolder(self.memory), ensure)
         self._ensure = ensure
+        self._checkpointer = self._make(1)
         self._checkpointer.restore(self.state.holders())
 
     def _make(self, generation: int) -> Any:
-        from outlast.checkpoint.checkpointer import Checkpointer, Identity
+        from outlast.checkpoint.checkpointer import Checkpointer
+        from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+        from outlast.ipc.exchange import SystemClock
+
+        folder, about = self.folder / "checkpoints", self._about(generation)
+        return Checkpointer(
+            folder, *about, SystemClock(), lambda _: None, MemoryFolder(self.memory), self._ensure
+        )
+
+    def _about(self, generation: int) -> tuple[Any, Any, Any]:
+        """Return identity, exchange and settings."""
+        from outlast.checkpoint.checkpointer import Identity
         from outlast.config import CheckpointOptions
-        from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+        from outlast.ipc.exchange import SoloExchange, StoreExchange
 
         exchange: Any = SoloExchange()
         if self.world > 1:
@@ -123,8 +132,7 @@ class Outlast(System):
         settings = CheckpointOptions(
             staging=self.staging, timeout=PATIENCE, ckpt_fully_parallel_save=self.once
         )
-        place = self.folder / "checkpoints"
-        return Checkpointer(place, identity, exchange, settings, SystemClock(), lambda _: None)
+        return identity, exchange, settings
 
     def save(self, step: int) -> None:
         from outlast.checkpoint.save.staging import Order
@@ -147,18 +155,16 @@ class Outlast(System):
         """Leave it to retention."""
 
     def load(self, step: int) -> None:
+        from peers.disk_loads import load
+
         self._generation += 1
-        restored = self._make(self._generation).restore(self.state.holders())
+        restored = load(self.folder / "checkpoints", *self._about(self._generation), self.state.holders())
         if restored is None or restored.step != step:
             raise SystemExit(f"{restored} was loaded and step {step} was saved")
 
     def load_from_memory(self) -> bool:
-        from outlast.checkpoint.tiers.memory_folder import MemoryFolder
-
         self._generation += 1
-        found = self._make(self._generation)
-        found.through_memory(MemoryFolder(self.memory), self._ensure)
-        return found.restore(self.state.holders()) is not None
+        return self._make(self._generation).restore(self.state.holders()) is not None
 
     def close(self) -> None:
         self._checkpointer.settle()
@@ -188,31 +194,16 @@ class OutlastReplicasEach(OutlastReplicas):
 
 
 class OutlastBlocking(Outlast):
-    """outlast without a memory tier: async_save = false."""
+    """The same, and training waits for the disk: async_save = false."""
 
     blocking = True
-    once = False
-
-    def written(self, step: int) -> dict[str, int]:
-        return System.written(self, step)
-
-    def start(self) -> None:
-        self._generation = 1
-        self._checkpointer = self._make(1)
-        self._checkpointer.restore(self.state.holders())
 
     def save(self, step: int) -> None:
-        if not self._checkpointer.save(step, self.state.holders(), "bench"):
-            raise SystemExit(f"step {step} was not saved")
+        super().save(step)
+        super().finish(step)
 
     def finish(self, step: int) -> None:
         """It is."""
-
-    def load_from_memory(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """There is no saver."""
 
 
 class TorchSave(System):

@@ -37,19 +37,12 @@ LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heart
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 ASSUMED_LEAD = 60.0  # NeMo PreemptionPlugin.preempt_time
 STAGING = ("eager", "lazy")
-_ASYNC = (
-    "non_persistent_save_interval",
-    "non_persistent_local_ckpt_dir",
-    "staging",
-    "buffers",
-    "ckpt_fully_parallel_save",
-)
+_ASYNC = ("non_persistent_save_interval", "staging", "buffers")
 NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
 _CURES = {
-    "async_save": "copies in memory, replicas and the global tier need the checkpoint writer: set"
-    " async_save = true (session.save(wait=True) then waits for the disk)",
+    "async_save": "each save waits for the disk: set async_save = true (session.save(wait=True) then waits)",
     "replication": "set replication = true",
     "global_url": "name the global tier with global_url",
 }
@@ -134,7 +127,8 @@ class CheckpointOptions:
         max_failed_saves: consecutive saves that may fail before the job stops.
         max_failed_seconds: seconds over which saves may fail before the job stops, and for which a disk that
             refuses the last state is asked again: an outage up to that long costs saves only.
-        async_save: training continues while a checkpoint is written (Megatron's name; off by default there).
+        async_save: training continues while a checkpoint is written (Megatron's name; off by default there);
+            off: a save is the same, and returns when it is on disk.
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which only optimizers change parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
@@ -213,7 +207,7 @@ class CheckpointOptions:
     def _without_effect(self) -> list[str]:
         defaults = vars(CheckpointOptions())
         switches = (
-            ("async_save", (*_ASYNC, "replication", *_REPLICAS, "global_url", *_GLOBAL)),
+            ("async_save", _ASYNC),
             ("replication", _REPLICAS),
             ("global_url", _GLOBAL),
         )

@@ -102,7 +102,9 @@ def test_checkpoints_of_both_tiers() -> None:
     plain = bridge.start_arguments(CheckpointConfig(**KEPT, save_interval=100))
     assert plain == {
         "run_dir": "/run",
-        "checkpoints": CheckpointOptions(save_interval=100, keep_last_n=3, async_save=False),
+        "checkpoints": CheckpointOptions(
+            save_interval=100, keep_last_n=3, async_save=False, replication=False
+        ),
     }
     assert plain["checkpoints"].problems() == ()
     local = CheckpointConfig(
@@ -148,8 +150,8 @@ WITHOUT_EFFECT = {
     **{"completion_timeout": 10.0, "last_call_wait": 0.0, "termination_grace_time": 5.0},
     **{"active_world_size": 6, "max_rank_faults": 2, "monitor_process_logdir": "/log"},
 }
-NO_ASYNC = {"fully_parallel_save": False, "replication_factor": 3, "replication_jump": 8}
-ELSEWHERE = {"load": "/old", "ckpt_step": 7, "replication": True, "non_persistent_ckpt_type": "global"}
+NO_ASYNC = {"non_persistent_save_interval": 10}
+ELSEWHERE = {"load": "/old", "ckpt_step": 7, "non_persistent_ckpt_type": "global"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ ELSEWHERE = {"load": "/old", "ckpt_step": 7, "replication": True, "non_persisten
         ),
         (
             given(CheckpointConfig, **ELSEWHERE),
-            ["most_recent_k", "-1", "load", "/old", "replication", "async_save", "local", "in_memory"],
+            ["most_recent_k", "-1", "load", "/old", "local", "in_memory"],
         ),
         (given(CheckpointConfig, **KEPT, **NO_ASYNC), [*NO_ASYNC, "async_save"]),
         (given(CheckpointConfig, **KEPT, async_save=True, replication_factor=3), ["replication_factor"]),

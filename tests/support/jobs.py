@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from outlast.checkpoint.checkpointer import Checkpointer, Identity
+from outlast.agreement.worker.reports import Rounds
+from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.content.format import Staging, make_image
+from outlast.checkpoint.content.state import LiveState, capture
+from outlast.checkpoint.content.typed_json import Encoder
+from outlast.checkpoint.context import SaveContext
+from outlast.checkpoint.load.groups import AddedGroups
+from outlast.checkpoint.load.restorer import Restored, Restorer
+from outlast.checkpoint.policy.manifest import FileEntry, Identity, Manifest, copy_name
 from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tools.convert import write_rank_files
 from outlast.checkpoint.writer_process import SaverProcess
 from outlast.config import CheckpointOptions
 from outlast.ipc.exchange import SoloExchange, StoreExchange, SystemClock
+from outlast.parallelism.policy.degrees import Layout
 from outlast.ports import Exchange
 from outlast.recovery.policy.events import Record
 from tests.support.mounts import mounted, needs_root  # noqa: F401 - tests of jobs find them here, too
@@ -60,6 +76,53 @@ class Job:
         return b"".join(bytes(each.reshape(-1).view(torch.uint8).tolist()) for each in tensors)
 
 
+class OnDisk:
+    """Writes copies without a writer, for tests of loads; loads from disk alone, as a new node does."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        exchange: Exchange,
+        settings: CheckpointOptions,
+        record: Callable[[Record], None],
+    ) -> None:
+        self._exchange = exchange
+        rounds = Rounds(exchange, settings.timeout)
+        self._around = SaveContext(DirectoryTier(folder), identity, rounds, settings, SystemClock(), record)
+        self._groups, self._began = AddedGroups(), ""
+
+    def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:
+        tier, identity = self._around.tier, self._around.identity
+        name = copy_name(step, identity.generation)
+        temporary = tier.begin(name, "test")
+        image = make_image(capture(state), step, identity, Staging())
+        entries = write_rank_files(tier, temporary, image, identity)
+        said = self._exchange.gather("files", json.dumps([asdict(one) for one in entries]), DEADLINE)
+        if identity.rank == 0:
+            files = tuple(FileEntry(**one) for each in said for one in json.loads(each))
+            manifest = Manifest(
+                *(identity.run_id, identity.generation, step, identity.world_size, identity.parallelism),
+                *(Encoder().encode(cursor, ("cursor",)), time.time(), files),
+                began=self._began,
+            )
+            tier.seal(temporary, manifest)
+        self._exchange.gather("committed", "", DEADLINE)
+        return True
+
+    def names(self) -> list[str]:
+        return self._around.tier.names()
+
+    def put_away(self, names: Collection[str], why: str) -> None:
+        for name in names:
+            self._around.tier.quarantine(name, {"name": name, "reason": why})
+
+    def restore(self, state: Mapping[str, object], avoid: Collection[str] = ()) -> Restored | None:
+        found = Restorer(self._around, self._groups).restore(LiveState(state), avoid)
+        self._began = "" if found is None else found.name
+        return found
+
+
 def checkpointer(
     folder: Path,
     *,
@@ -68,17 +131,35 @@ def checkpointer(
     exchange: Exchange | None = None,
     records: list[Record] | None = None,
     settings: CheckpointOptions | None = None,
-) -> Checkpointer:
+    layout: Layout | None = None,
+) -> OnDisk:
     exchange = exchange or SoloExchange()
-    identity = Identity(run_id, generation, exchange.rank, exchange.world_size)
+    identity = Identity(run_id, generation, exchange.rank, exchange.world_size, layout)
     kept: list[Record] = [] if records is None else records
+    settings = settings or CheckpointOptions(timeout=DEADLINE, max_failed_seconds=0.0)
+    return OnDisk(folder, identity, exchange, settings, kept.append)
+
+
+def saving(
+    folder: Path,
+    memory: MemoryFolder,
+    call_saver: Callable[[], object],
+    *,
+    generation: int = 1,
+    exchange: Exchange | None = None,
+    records: list[Record] | None = None,
+    settings: CheckpointOptions | None = None,
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Checkpointer:
+    """Return what saves through a memory folder, and the writer that is called."""
+    exchange = exchange or SoloExchange()
+    identity = Identity("run-a", generation, exchange.rank, exchange.world_size)
+    kept: list[Record] = [] if records is None else records
+    settings = settings or CheckpointOptions(timeout=DEADLINE, max_failed_seconds=0.0)
     found = Checkpointer(
-        folder,
-        identity,
-        exchange,
-        settings or CheckpointOptions(timeout=DEADLINE, max_failed_seconds=0.0),
-        SystemClock(),
-        kept.append,
+        *(folder, identity, exchange, settings, SystemClock(), kept.append, memory),
+        call_saver,
+        waiting=waiting,
     )
     close_at_end(found.close)
     return found

@@ -15,7 +15,7 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.config import CheckpointOptions
 from outlast.recovery.policy.events import Loaded, Record
-from tests.support.jobs import DEADLINE, Job, checkpointer, saver_process
+from tests.support.jobs import DEADLINE, Job, saver_process, saving
 from tests.support.launching import until
 
 
@@ -35,8 +35,14 @@ class Node:
     ) -> Checkpointer:
         """Restore into a job as a new generation; return what to save with."""
         wanted = CheckpointOptions(timeout=DEADLINE, **{"max_failed_seconds": 0.0, **settings})
-        found = checkpointer(self.durable, generation=generation, records=self.records, settings=wanted)
-        found.through_memory(self.memory, self.saver.ensure)
+        found = saving(
+            self.durable,
+            self.memory,
+            self.saver.ensure,
+            generation=generation,
+            records=self.records,
+            settings=wanted,
+        )
         found.restore(job.state, avoid)
         return found
 

@@ -120,10 +120,12 @@ class Team:
         def part(exchange: Exchange) -> Checkpointer:
             node = self.node_of(exchange.rank)
             identity = Identity("run-a", self.generation, exchange.rank, exchange.world_size)
-            found = Checkpointer(node.durable, identity, exchange, wanted, SystemClock(), self.records.append)
-            close_at_end(found.close)
             owns = exchange.rank % self.per_node == 0
-            found.through_memory(node.memory, node.saver.ensure if owns else lambda: "", node.place)
+            found = Checkpointer(
+                *(node.durable, identity, exchange, wanted, SystemClock(), self.records.append, node.memory),
+                *(node.saver.ensure if owns else lambda: "", node.place),
+            )
+            close_at_end(found.close)
             restored = found.restore(self.jobs[exchange.rank].state, avoid)
             self.step = 0 if restored is None else restored.step
             return found

@@ -8,31 +8,25 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
 from outlast.checkpoint.load import reshard
 from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name
-from outlast.checkpoint.save.direct import write_rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.config import CheckpointOptions
-from outlast.ipc.exchange import StoreExchange, SystemClock
+from outlast.checkpoint.tools.convert import write_rank_files
+from outlast.ipc.exchange import StoreExchange
 from outlast.parallelism.policy.degrees import Layout
 from outlast.parallelism.policy.slices import Part
-from outlast.recovery.policy.events import Record
-from tests.support.jobs import DEADLINE, together
+from tests.support.jobs import OnDisk, checkpointer, together
 
 NAME = copy_name(3, 1)
 State = dict[str, object]
 
 
-def in_layout(folder: Path, exchange: StoreExchange, layout: Layout | None) -> Checkpointer:
-    identity = Identity("run-a", 1, exchange.rank, exchange.world_size, layout)
-    told: list[Record] = []
-    options = CheckpointOptions(timeout=DEADLINE)
-    return Checkpointer(folder, identity, exchange, options, SystemClock(), told.append)
+def in_layout(folder: Path, exchange: StoreExchange, layout: Layout | None) -> OnDisk:
+    return checkpointer(folder, exchange=exchange, layout=layout)
 
 
 def save(folder: Path, ranks: int, state_of: Callable[[int], State], layout: Layout | None = None) -> None:

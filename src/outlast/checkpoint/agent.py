@@ -46,7 +46,7 @@ class Saving:
     """The writer of this node; ``fileno()`` is readable when a record waits.
 
     Args:
-        options: whether checkpoints are asynchronous; without that there is no writer.
+        options: of the launcher.
         folder: the run folder.
         runtime: the runtime folder.
         run_id: of the run; its memory folder is found again by the next launcher.
@@ -60,36 +60,33 @@ class Saving:
         self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, trust: Trust | None
     ) -> None:
         config, node = options.config.checkpoints, options.nodes.name if options.nodes.several else ""
-        self.root: Path | None = None
         self._inbox = Inbox(runtime / "saver")
-        self._process: SaverProcess | None = None
-        if config.async_save:
-            own = config.non_persistent_local_ckpt_dir
-            bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
-            roots = [default_root(run_id, folder.root, node, base) for base in bases]
-            self.root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
-            try:
-                MemoryFolder(self.root).make()
-            except (OSError, RunFolderUnusable) as error:
-                what = f"{self.root}: {error.strerror}" if isinstance(error, OSError) else str(error)
-                raise RunFolderUnusable(
-                    f"memory folder {what}; nothing was started; non_persistent_local_ckpt_dir in"
-                    " [checkpoints] names another place for it"
-                ) from error
-            try:
-                folder.note_memory(self.root)
-            except RunFolderUnusable:
-                with suppress(OSError):  # there were states in it before
-                    self.root.rmdir()
-                raise
-            path = "" if trust is None else str(trust.lease)
-            known = Credentials() if trust is None else trust.credentials
-            self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
-            try:
-                self._process.ensure()
-            except OSError as error:
-                why = cannot_start("the checkpoint writer", error)
-                raise NodeUnfit(f"{why}; nothing was started") from error
+        own = config.non_persistent_local_ckpt_dir
+        bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
+        roots = [default_root(run_id, folder.root, node, base) for base in bases]
+        self.root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
+        try:
+            MemoryFolder(self.root).make()
+        except (OSError, RunFolderUnusable) as error:
+            what = f"{self.root}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise RunFolderUnusable(
+                f"memory folder {what}; nothing was started; non_persistent_local_ckpt_dir in"
+                " [checkpoints] names another place for it"
+            ) from error
+        try:
+            folder.note_memory(self.root)
+        except RunFolderUnusable:
+            with suppress(OSError):  # there were states in it before
+                self.root.rmdir()
+            raise
+        path = "" if trust is None else str(trust.lease)
+        known = Credentials() if trust is None else trust.credentials
+        self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
+        try:
+            self._process.ensure()
+        except OSError as error:
+            why = cannot_start("the checkpoint writer", error)
+            raise NodeUnfit(f"{why}; nothing was started") from error
 
     @property
     def path(self) -> Path:
@@ -111,7 +108,7 @@ class Saving:
     @property
     def pid(self) -> int:
         """The writer's process, 0 when there is none."""
-        return 0 if self._process is None else self._process.pid
+        return self._process.pid
 
     def lines(self) -> Iterator[str]:
         """Yield the records that have arrived."""
@@ -120,23 +117,21 @@ class Saving:
     def tend(self) -> str:
         """See to it that the writer runs; return what is to be said about it, if anything."""
         try:
-            return "" if self._process is None else self._process.ensure()
+            return self._process.ensure()
         except OSError as error:
             return cannot_start("the checkpoint writer", error)
 
     def hang_up(self) -> None:
         """Say that the job is over."""
-        if self._process is not None:
-            self._process.hang_up()
+        self._process.hang_up()
 
     def finished(self) -> bool:
         """Return whether the writer has ended by itself; one that is killed before that is replaced."""
-        return self._process is None or self._process.finished()
+        return self._process.finished()
 
     def unsaved(self) -> str:
         """Return what to report of a state that the writer has left in memory; empty: there is none."""
-        memory = None if self.root is None else MemoryFolder(self.root)
-        members = None if memory is None else memory.members()
+        members = MemoryFolder(self.root).members()
         if members is None:
             return ""
         tier = Stage(members.stage, members.private).tier
@@ -151,8 +146,7 @@ class Saving:
 
     def close(self) -> None:
         """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""
-        if self._process is not None:
-            self._process.hang_up()
-            if not self._process.ended():
-                self._process.kill()
+        self._process.hang_up()
+        if not self._process.ended():
+            self._process.kill()
         self._inbox.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from outlast.agreement.worker.reports import Rounds
@@ -13,7 +12,6 @@ from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Identity, place_of
-from outlast.checkpoint.save.direct import Saver
 from outlast.checkpoint.save.engine import Engine
 from outlast.checkpoint.save.rendezvous import Place
 from outlast.checkpoint.save.staging import Order
@@ -21,7 +19,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.ports import Clock, Exchange
-from outlast.recovery.policy.events import Note, Quarantined, Record
+from outlast.recovery.policy.events import Quarantined, Record
 
 __all__ = ["Checkpointer", "Identity", "Restored"]
 
@@ -39,6 +37,10 @@ class Checkpointer:
         settings: retention, timeouts, limits.
         clock: for durations and records.
         record: takes records; called on rank 0 only.
+        memory: the memory folder of this node.
+        call_saver: sees to it that a writer runs, where this process is the one to start it.
+        place: where this rank is; None: a node like this host, reached from it alone.
+        waiting: entered around each wait for the disk.
         training: its name, where the job has several.
     """
 
@@ -50,39 +52,23 @@ class Checkpointer:
         settings: CheckpointOptions,
         clock: Clock,
         record: Callable[[Record], None],
+        memory: MemoryFolder,
+        call_saver: Callable[[], object],
+        place: Place | None = None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         training: str = "",
     ) -> None:
         self.exchange = exchange
-        tier, rounds = (
-            folder if isinstance(folder, DirectoryTier) else DirectoryTier(folder),
-            Rounds(exchange, settings.timeout),
+        tier = folder if isinstance(folder, DirectoryTier) else DirectoryTier(folder)
+        rounds = Rounds(exchange, settings.timeout)
+        self._around = SaveContext(
+            tier, identity, rounds, settings, clock, record, training=training, waiting=waiting
         )
-        self._around = SaveContext(tier, identity, rounds, settings, clock, record, training=training)
-        self._saver = Saver(self._around)
         self._groups = AddedGroups()
-        self._engine: Engine | None = None
-
-    def through_memory(
-        self,
-        folder: MemoryFolder,
-        call_saver: Callable[[], None],
-        place: Place | None = None,
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Have :meth:`stage` save through the memory tier of this node; before :meth:`restore`.
-
-        Args:
-            folder: the memory folder.
-            call_saver: sees to it that a writer runs, where this process is the one to start it.
-            place: where this rank is; None: a node like this host, reached from it alone.
-            waiting: entered around each wait for the disk.
-        """
-        self._engine = Engine(
-            replace(self._around, waiting=waiting), folder, place or Place.of("", {}, ""), call_saver
-        )
+        self._engine = Engine(self._around, memory, place or Place.of("", {}, ""), call_saver)
 
     def stage(self, order: Order, state: Mapping[str, object]) -> bool:
-        """Save while training goes on; needs a memory tier, and :meth:`restore` before.
+        """Save while training goes on; after :meth:`restore`.
 
         Args:
             order: the step, and what is to become of it.
@@ -95,43 +81,40 @@ class Checkpointer:
             UsageError: something in the state cannot be saved exactly.
             SaveFailed: too many saves in a row were lost.
         """
-        assert self._engine is not None, "there is a memory tier"
         return self._engine.save(order, state)
+
+    def save(self, order: Order, state: Mapping[str, object]) -> bool:
+        """Save, and return when the step is on disk, or lost; see :meth:`stage`."""
+        return self.stage(order, state) and self.durable(order.step)
 
     def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Return what has changed since this process saved a step; nothing where it has not saved it."""
-        return (self._saver if self._engine is None else self._engine).changed(step, state)
+        return self._engine.changed(step, state)
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Where a save can be seen to arrive, from the tier that outlives most to the quickest."""
-        if self._engine is None:
-            return ("local",)
         beyond = ("global",) if self._around.settings.global_url and self._engine.alone else ()
         return (*beyond, "local", "memory")
 
     def progress(self) -> Status | None:
         """Return how far the writer is, None where it has published nothing; from any thread."""
-        return None if self._engine is None else self._engine.progress()
+        return self._engine.progress()
 
     def flush(self) -> None:
         """Have the newest complete copy in memory brought to disk, by this rank alone. From any thread."""
-        if self._engine is not None:
-            self._engine.flush()
+        self._engine.flush()
 
     def settle(self) -> None:
         """Wait until the writer knows of everything that was staged; before this process ends."""
-        if self._engine is not None:
-            self._engine.settle()
+        self._engine.settle()
 
     def close(self) -> None:
         """End the threads that stage; what was not staged by now is lost."""
-        if self._engine is not None:
-            self._engine.close()
+        self._engine.close()
 
     def durable(self, step: int) -> bool:
         """Wait until a staged step is on disk; return whether it is; see :meth:`Engine.durable`."""
-        assert self._engine is not None, "there is a memory tier"
         return self._engine.durable(step)
 
     @property
@@ -142,7 +125,7 @@ class Checkpointer:
     @property
     def alone(self) -> bool:
         """Whether all copies are where this rank sees them: on one node, and in no global tier."""
-        return not self._around.settings.global_url and (self._engine is None or self._engine.alone)
+        return not self._around.settings.global_url and self._engine.alone
 
     def names(self) -> list[str]:
         """Return the copies on disk and in memory, when all that was staged has become one; older ones first.
@@ -150,7 +133,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the writer does not answer.
         """
-        found = {*self._around.tier.names(), *([] if self._engine is None else self._engine.names())}
+        found = {*self._around.tier.names(), *self._engine.names()}
         return sorted(found, key=place_of)
 
     def put_away(self, names: Collection[str], why: str) -> None:
@@ -165,33 +148,11 @@ class Checkpointer:
         """
         around = self._around
         for name in names:
-            if self._engine is not None:
-                self._engine.forget(name)
+            self._engine.forget(name)
             if around.leads and name in around.tier.names():
                 around.tier.quarantine(name, {"name": name, "reason": why, "time": around.clock.wall()})
                 step = place_of(name)[0]
                 around.record(Quarantined, step=step, checkpoint=name, reason=why)
-
-    def save(self, step: int, state: Mapping[str, object], why: str, cursor: object = None) -> bool:
-        """Save and commit; training stands still meanwhile.
-
-        Args:
-            step: completed steps, equal on every rank.
-            state: what :meth:`restore` will get back, by name.
-            why: one sentence for the event log.
-            cursor: where in the data the next step reads; rank 0's counts. Plain values only.
-
-        Returns:
-            Whether the step is on disk; False when this save was lost and the older ones stay.
-
-        Raises:
-            UsageError: something in the state cannot be saved exactly, or ranks are at different steps.
-            CheckpointMismatch: another run's copy of the same name is in the folder.
-            SaveFailed: too many saves in a row were lost.
-            StaleGeneration: a newer generation has saved meanwhile.
-            ExchangeFailed: ranks did not answer.
-        """
-        return self._saver.save(step, state, why, cursor)
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str] = ()) -> Restored | None:
         """Load the newest copy that every rank can verify; every byte is, before a live tensor is touched.
@@ -213,16 +174,7 @@ class Checkpointer:
             ExchangeFailed: ranks did not answer.
         """
         state = LiveState(state)
-        around = self._around if self._engine is None else self._engine.join(state, avoid)
+        around = self._engine.join(state, avoid)
         restored = Restorer(around, self._groups).restore(state, avoid)
-        name = None if restored is None else restored.name
-        self._saver.follow(name, avoid)
-        if self._engine is not None:
-            self._engine.follow(name or "", state)
-        elif self._around.leads:
-            left = self._around.tier.sweep()
-            if left:
-                self._around.record(
-                    Note, reason=f"files of earlier attempts cannot be removed: {', '.join(left)}"
-                )
+        self._engine.follow("" if restored is None else restored.name, state)
         return restored

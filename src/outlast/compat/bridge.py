@@ -257,8 +257,6 @@ def start_arguments(config: CheckpointConfig) -> dict[str, Any]:
         ConfigError: a field has no effect; among them the default of ``most_recent_k``, which keeps all
             checkpoints.
     """
-    needing = ("non_persistent_", "replication", "fully_parallel_save")
-    given = {name for name in _changed(config) if name.startswith(needing)}
     problems = [*_without_effect(config, _CHECKPOINTS), *_unknown_kinds(config)]
     if config.most_recent_k is None or config.most_recent_k < 2:
         problems.append(
@@ -270,22 +268,20 @@ def start_arguments(config: CheckpointConfig) -> dict[str, Any]:
             f"load: found {config.load}, and save is {config.save}; a run resumes from its own folder, and"
             " outlast ckpt import takes a checkpoint of another one over"
         )
-    if not config.async_save:
-        problems += [f"{name}: has no effect with async_save off; switch that on" for name in sorted(given)]
     _refuse(config, problems)
-    chosen: dict[str, Any] = {"save_interval": config.save_interval, "keep_last_n": config.most_recent_k}
-    if config.async_save:
-        chosen |= {
-            "ckpt_fully_parallel_save": config.fully_parallel_save
-            and config.non_persistent_local_ckpt_algo == "fully_parallel",
-            "non_persistent_save_interval": config.non_persistent_save_interval,
-            "non_persistent_local_ckpt_dir": config.non_persistent_local_ckpt_dir or "",
-            "replication": config.replication,
-            "replication_jump": config.replication_jump,
-            "replication_factor": config.replication_factor,
-        }
-    options = CheckpointOptions(async_save=config.async_save, **chosen)
-    _refuse(config, options.problems() if config.async_save else ())
+    options = CheckpointOptions(
+        save_interval=config.save_interval,
+        keep_last_n=config.most_recent_k or 0,
+        async_save=config.async_save,
+        ckpt_fully_parallel_save=config.fully_parallel_save
+        and config.non_persistent_local_ckpt_algo == "fully_parallel",
+        non_persistent_save_interval=config.non_persistent_save_interval,
+        non_persistent_local_ckpt_dir=config.non_persistent_local_ckpt_dir or "",
+        replication=config.replication,
+        replication_jump=config.replication_jump,
+        replication_factor=config.replication_factor,
+    )
+    _refuse(config, options.problems())
     return {"run_dir": config.save, "checkpoints": options}
 
 

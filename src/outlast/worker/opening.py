@@ -134,20 +134,28 @@ class Opening:
                 files.make_below(self._folder.root, self._folder.checkpoints)
         folder = self._folder.training(self._training)
         tier = DirectoryTier(folder, lease=context.lease_path, linked=not self._training)
-        about = (self._options, self._clock, self._reporting.record, self._training)
-        found = Checkpointer(tier, identity, exchange, *about)
+        base = self._options.non_persistent_local_ckpt_dir
+        credentials = self._credentials()
+        root = Path(context.memory_path or default_root(run_id, self._folder.root, context.node, base))
+        if not context.memory_path:
+            self._saver = SaverProcess(root, "", self._folder.events, credentials)
+            if context.rank == 0:
+                self._folder.note_memory(root)
+        master = context.store_host or context.master_addr
+        found = Checkpointer(
+            tier,
+            identity,
+            exchange,
+            self._options,
+            self._clock,
+            self._reporting.record,
+            MemoryFolder(root),
+            self._call_saver,
+            Place.of(context.node, context.domains, master, credentials),
+            _waiting,
+            self._training,
+        )
         when_left(found.close)
-        if self._options.async_save:
-            base = self._options.non_persistent_local_ckpt_dir
-            credentials = self._credentials()
-            root = Path(context.memory_path or default_root(run_id, self._folder.root, context.node, base))
-            if not context.memory_path:
-                self._saver = SaverProcess(root, "", self._folder.events, credentials)
-                if context.rank == 0:
-                    self._folder.note_memory(root)
-            master = context.store_host or context.master_addr
-            place = Place.of(context.node, context.domains, master, credentials)
-            found.through_memory(MemoryFolder(root), self._call_saver, place, _waiting)
         return found
 
     def _credentials(self) -> Credentials:

@@ -532,8 +532,6 @@ class Session:
         """Save to the tier that all ranks choose, and wait until that is durable or the process is ended."""
         assert self._after is not None
         assert self._checkpointer is not None
-        if not self._options.async_save:
-            self._fence()
         with self._page.section("checkpointing"):
             for order in self._after.orders(self._completed, action):
                 self._save_state(self._checkpointer, order.reason, order.tier != "memory", urgent=True)
@@ -558,7 +556,6 @@ class Session:
             UsageError: nothing is registered; ``wait`` within a step; a step was left before its end; ranks
                 are at different steps; the step is saved already, and what is registered has changed since.
             SaveFailed: it failed several times in a row, on every rank alike.
-            StaleGeneration: a newer generation of this run has started; this rank must not write.
         """
         if self._checkpointer is None:
             raise UsageError(
@@ -629,8 +626,6 @@ class Session:
     def _save(self, why: str, wait: bool = False) -> bool:
         """Save the state after the last complete step, with all ranks."""
         assert self._checkpointer is not None
-        if not self._options.async_save:
-            self._fence()
         with self._page.section("checkpointing"):
             saved = self._save_state(self._checkpointer, why, durable=True)
             if saved:
@@ -650,10 +645,13 @@ class Session:
         interrupt.check()  # after an abort the state may be undefined
 
         def save() -> bool:
-            state = self._underway.state(self._state)
-            if self._options.async_save:
-                return to.stage(Order(self._completed, durable, why, urgent=urgent), state)
-            return to.save(self._completed, state, why)
+            state, order = (
+                self._underway.state(self._state),
+                Order(self._completed, durable, why, urgent=urgent),
+            )
+            return (
+                to.stage(order, state) if self._options.async_save or not durable else to.save(order, state)
+            )
 
         if self._after is None or not (durable or urgent):
             return save()
@@ -672,7 +670,7 @@ class Session:
 
     def _wait_for_disk(self) -> bool:
         """Wait until the latest state that this process saved is on disk; return whether it is."""
-        if self._checkpointer is None or not self._options.async_save or self._staged_step < 0:
+        if self._checkpointer is None or self._staged_step < 0:
             return True
         with self._page.section("checkpointing"):
             return self._checkpointer.durable(self._staged_step)

@@ -57,9 +57,8 @@ def test_without_a_launcher_a_copy_that_was_passed_over_takes_no_later_save_with
         weight.zero_()
         memory = tmp_path / f"memory-{end}-{add}" / ("a-folder-of-a-long-name-" * 4)
         memory.mkdir(parents=True)
-        where = os.fspath(memory) if async_save else ""
         options = outlast.CheckpointOptions(
-            async_save=async_save, keep_last_n=4, non_persistent_local_ckpt_dir=where
+            async_save=async_save, keep_last_n=4, non_persistent_local_ckpt_dir=os.fspath(memory)
         )
         run = os.fspath(tmp_path / "run")
         with outlast.start(run, save_interval=10**6, checkpoints=options) as session:

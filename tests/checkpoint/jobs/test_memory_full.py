@@ -21,7 +21,7 @@ from outlast.errors import RunFolderUnusable, SaveFailed
 from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.launcher import runtime
 from outlast.recovery.policy.events import SaveLost
-from tests.support.jobs import Job, checkpointer
+from tests.support.jobs import Job, saving
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 from tests.support.mounts import mounted, needs_root
@@ -164,8 +164,7 @@ def test_a_rank_that_waits_for_what_waits_for_room_says_so(node: Node, small: Pa
         waits.append(time.monotonic() - began)
 
     job = Job(0)
-    saver = checkpointer(node.durable, records=node.records)
-    saver.through_memory(node.memory, node.saver.ensure, waiting=waiting)
+    saver = saving(node.durable, node.memory, node.saver.ensure, waiting=waiting, records=node.records)
     saver.restore(job.state)
     train_and_save(saver, job, range(1, 2), lambda _: True)
     assert saver.durable(1)

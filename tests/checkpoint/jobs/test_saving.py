@@ -1,55 +1,51 @@
-"""Saves that are lost, repeated, fenced or pruned; the older copies stay whole."""
+"""Saves that are lost, repeated or pruned; the older copies stay whole."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, copy_name
+from outlast.checkpoint.save.staging import Order
 from outlast.config import CheckpointOptions
-from outlast.errors import CheckpointMismatch, StaleGeneration
-from outlast.recovery.policy.events import Record
-from tests.support.jobs import Job, checkpointer, kinds, save_steps
+from tests.support.jobs import Job, checkpointer, save_steps, saving
+from tests.support.memory_nodes import Node
 from tests.support.mounts import mounted, needs_root
 
-OLD, NEW = copy_name(1, 1), copy_name(2, 1)
-TENSORS, DOCUMENT = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
-FILES = (TENSORS, DOCUMENT, MANIFEST, COMMIT)
+NEW = copy_name(2, 1)
 
 
-def test_a_save_that_is_there_already_is_not_made_again(tmp_path: Path) -> None:
-    records: list[Record] = []
-    job, saver = Job(0), checkpointer(tmp_path, records=records)
-    assert saver.save(2, job.state, "a test")
-    before = (tmp_path / NEW).stat()
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def order(step: int) -> Order:
+    return Order(step, True, "a test")
+
+
+def test_a_save_returns_when_the_step_is_on_disk_and_is_not_made_again(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    assert saver.save(order(2), job.state)
+    before = (node.durable / NEW).stat()
     job.train()
-    assert saver.save(2, job.state, "a test")
-    assert (tmp_path / NEW).stat() == before
-    assert kinds(records) == ["Saved"]
+    assert saver.save(order(2), job.state)
+    assert (node.durable / NEW).stat() == before
 
 
-def test_a_save_takes_the_place_of_a_damaged_one_of_its_name(tmp_path: Path) -> None:
-    records: list[Record] = []
-    save_steps(tmp_path, 2)
-    (tmp_path / NEW / DOCUMENT).unlink()
-    job = Job(3)
-    assert checkpointer(tmp_path, records=records).save(2, job.state, "a test")
-    assert kinds(records) == ["Quarantined", "Saved"]
-    assert (tmp_path / "quarantine" / NEW).is_dir()
-    other = Job(4)
-    assert checkpointer(tmp_path).restore(other.state) is not None
-    assert other.content() == job.content()
-
-
-def test_another_runs_copy_of_the_same_name_is_neither_moved_nor_replaced(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2, run_id="run-b")
-    before = (tmp_path / NEW).stat()
-    with pytest.raises(CheckpointMismatch, match=f"{NEW}.*run-b"):
-        checkpointer(tmp_path).save(2, Job(0).state, "a test")
-    assert (tmp_path / NEW).stat() == before
-    assert [path.name for path in tmp_path.iterdir()] == [NEW]
+def test_another_runs_copy_of_the_same_name_is_neither_moved_nor_replaced(node: Node) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    save_steps(node.durable, 2, run_id="run-b")
+    before = (node.durable / NEW).stat()
+    assert not saver.save(order(2), job.state)
+    assert (node.durable / NEW).stat() == before
+    assert [path.name for path in node.durable.iterdir()] == [NEW]
+    assert [one["step"] for one in node.logged("save_lost")] == [2]
 
 
 def test_generations_do_not_overwrite_each_others_step(tmp_path: Path) -> None:
@@ -61,38 +57,34 @@ def test_generations_do_not_overwrite_each_others_step(tmp_path: Path) -> None:
     assert job.content() == later[2]
 
 
-def test_a_rank_of_an_older_generation_can_no_longer_save(tmp_path: Path) -> None:
-    old = checkpointer(tmp_path, generation=1)
+def test_a_generation_that_counts_anew_can_go_on_from_the_old_ones(node: Node) -> None:
+    save_steps(node.durable, 1, generation=5)
     job = Job(0)
-    assert old.restore(job.state) is None
-    assert old.save(1, job.state, "a test")
-    save_steps(tmp_path, 2, generation=2)
-    with pytest.raises(StaleGeneration, match="2"):
-        old.save(3, job.state, "a test")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [OLD, copy_name(2, 2)]
+    assert node.join(job, generation=0).save(order(2), job.state)
 
 
-def test_a_generation_that_counts_anew_can_go_on_from_the_old_ones(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, generation=5)
+def test_retention_neither_counts_nor_removes_what_is_not_this_runs(node: Node) -> None:
     job = Job(0)
-    saver = checkpointer(tmp_path, generation=0)
-    assert saver.restore(job.state) is not None
-    assert saver.save(2, job.state, "a test")
-
-
-def test_retention_neither_counts_nor_removes_what_is_not_this_runs(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, run_id="run-b")
-    save_steps(tmp_path, 2)
-    (tmp_path / NEW / COMMIT).unlink()
-    save_steps(tmp_path, 3, 4, settings=CheckpointOptions(keep_last_n=2))
-    assert len(list(tmp_path.iterdir())) == 4
+    saver = node.join(job, keep_last_n=2)
+    save_steps(node.durable, 1, run_id="run-b")
+    save_steps(node.durable, 2)
+    (node.durable / NEW / COMMIT).unlink()
+    for step in range(3, 6):
+        assert saver.save(order(step), job.state)
+    node.cut_off(saver)
+    kept = [copy_name(1, 1), NEW, copy_name(4, 1), copy_name(5, 1)]
+    assert sorted(os.listdir(node.durable)) == kept
 
 
 @needs_root
-def test_a_save_that_works_again_starts_the_count_anew(tmp_path: Path) -> None:
-    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
-        saver = checkpointer(tmp_path, settings=CheckpointOptions(max_failed_saves=2, max_failed_seconds=0.0))
-        small, large = {"x": torch.ones(1)}, {"x": torch.ones(10**6)}
+def test_a_save_that_works_again_starts_the_count_anew(node: Node) -> None:
+    node.durable.mkdir()
+    with mounted(node.durable, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        settings = CheckpointOptions(max_failed_saves=2, max_failed_seconds=0.0)
+        saver = saving(node.durable, node.memory, node.saver.ensure, settings=settings)
+        state = {"x": torch.ones(1)}
+        saver.restore(state)
         for step in range(1, 6, 2):
-            assert not saver.save(step, large, "a test")
-            assert saver.save(step + 1, small, "a test")
+            assert not saver.save(order(step), {"x": torch.ones(10**6)})
+            assert saver.save(order(step + 1), state)
+        node.cut_off(saver)

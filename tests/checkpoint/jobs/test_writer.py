@@ -20,7 +20,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import Note, SaveLost
-from tests.support.jobs import DEADLINE, Job, checkpointer, together
+from tests.support.jobs import DEADLINE, Job, saving, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, flip, train_and_save
 from tests.support.mounts import mounted, needs_root
@@ -255,8 +255,14 @@ def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node)
 
     def part(exchange: Any) -> Checkpointer:
         settings = CheckpointOptions(ckpt_fully_parallel_save=False)  # they save one by one
-        found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
-        found.through_memory(node.memory, node.saver.ensure)
+        found = saving(
+            node.durable,
+            node.memory,
+            node.saver.ensure,
+            exchange=exchange,
+            records=node.records,
+            settings=settings,
+        )
         found.restore(jobs[exchange.rank].state)
         return found
 
@@ -268,8 +274,14 @@ def test_a_step_that_only_one_rank_staged_never_becomes_a_checkpoint(node: Node)
     others = [Job(77), Job(78)]
 
     def again(exchange: Any) -> Any:
-        found = checkpointer(node.durable, generation=2, exchange=exchange, records=node.records)
-        found.through_memory(node.memory, node.saver.ensure)
+        found = saving(
+            node.durable,
+            node.memory,
+            node.saver.ensure,
+            generation=2,
+            exchange=exchange,
+            records=node.records,
+        )
         return found.restore(others[exchange.rank].state)
 
     restored = together(2, again, generation=2)

@@ -26,7 +26,15 @@ from outlast.checkpoint.writer_process import own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
 from outlast.ipc.processes import state_of
-from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps, saver_process, staged, together
+from tests.support.jobs import (
+    DEADLINE,
+    Job,
+    save_steps,
+    saver_process,
+    saving,
+    staged,
+    together,
+)
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
 
@@ -46,8 +54,14 @@ class Pair:
 
         def part(exchange: Any) -> Checkpointer:
             settings = CheckpointOptions(timeout=DEADLINE)
-            found = checkpointer(self.durable, generation=generation, exchange=exchange, settings=settings)
-            found.through_memory(self.memory, self.saver.ensure)
+            found = saving(
+                self.durable,
+                self.memory,
+                self.saver.ensure,
+                generation=generation,
+                exchange=exchange,
+                settings=settings,
+            )
             found.restore(jobs[exchange.rank].state)
             return found
 
@@ -55,10 +69,13 @@ class Pair:
 
     def joined(self, job: Job, generation: int = 1) -> Checkpointer:
         """Restore as the only rank of a job; return what to save with."""
-        found = checkpointer(
-            self.durable, generation=generation, settings=CheckpointOptions(timeout=DEADLINE)
+        found = saving(
+            self.durable,
+            self.memory,
+            self.saver.ensure,
+            generation=generation,
+            settings=CheckpointOptions(timeout=DEADLINE),
         )
-        found.through_memory(self.memory, self.saver.ensure)
         found.restore(job.state)
         return found
 
@@ -206,8 +223,12 @@ def test_no_rank_drops_a_damaged_copy_from_memory_before_it_is_written_down(
 
 def test_a_memory_folder_that_is_removed_does_not_end_lazy_training(pair: Pair) -> None:
     job = Job(0, width=600)
-    found = checkpointer(pair.durable, settings=CheckpointOptions(timeout=DEADLINE, staging="lazy"))
-    found.through_memory(pair.memory, pair.saver.ensure)
+    found = saving(
+        pair.durable,
+        pair.memory,
+        pair.saver.ensure,
+        settings=CheckpointOptions(timeout=DEADLINE, staging="lazy"),
+    )
     found.restore(job.state)
     for step in range(1, 20):
         job.train()
@@ -365,8 +386,12 @@ def test_a_copy_whose_commit_was_being_written_is_committed_by_the_next_saver(pa
 def test_a_rank_that_asks_when_the_saver_has_ended_finds_its_state_on_disk(node: Node) -> None:
     """Without a launcher the saver is rank 0's, and ends with it; the others may still wait for its word."""
     job, owned = Job(0), [True]
-    saver = checkpointer(node.durable, settings=CheckpointOptions(timeout=DEADLINE))
-    saver.through_memory(node.memory, lambda: node.saver.ensure() if owned else "")
+    saver = saving(
+        node.durable,
+        node.memory,
+        lambda: node.saver.ensure() if owned else "",
+        settings=CheckpointOptions(timeout=DEADLINE),
+    )
     saver.restore(job.state)
     content = train_and_save(saver, job, range(1, 3), lambda step: step == 2)
     saver.settle()

@@ -20,7 +20,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import own
 from outlast.config import CheckpointOptions
 from outlast.errors import RunFolderUnusable
-from tests.support.jobs import DEADLINE, Job, checkpointer, saver_process, together
+from tests.support.jobs import DEADLINE, Job, saver_process, saving, together
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, remove, train_and_save
 
@@ -75,8 +75,14 @@ def test_what_a_rank_lost_and_went_past_never_takes_the_buffers_of_another(node:
 
     def part(exchange: Any) -> Checkpointer:
         settings = CheckpointOptions(timeout=DEADLINE, buffers=2, ckpt_fully_parallel_save=False)
-        found = checkpointer(node.durable, exchange=exchange, records=node.records, settings=settings)
-        found.through_memory(node.memory, node.saver.ensure)
+        found = saving(
+            node.durable,
+            node.memory,
+            node.saver.ensure,
+            exchange=exchange,
+            records=node.records,
+            settings=settings,
+        )
         found.restore(jobs[exchange.rank].state)
         return found
 

@@ -25,7 +25,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
 from outlast.checkpoint.tools.listing import Item, differences, look, tensors
 from outlast.config import CheckpointOptions
-from tests.support.jobs import DEADLINE, checkpointer, saver_process, staged, together
+from tests.support.jobs import DEADLINE, checkpointer, saver_process, saving, staged, together
 from tests.support.launching import until
 from tests.support.teams import Team
 
@@ -71,15 +71,14 @@ class Ranks:
         steps = [0] * len(jobs)
 
         def part(exchange: Any) -> Checkpointer:
-            made = checkpointer(
-                self.durable.folder,
-                generation=self.generation,
-                exchange=exchange,
-                settings=chosen,
-                records=self.records,
+            about: dict[str, Any] = {"generation": self.generation, "exchange": exchange}
+            about |= {"settings": chosen, "records": self.records}
+            folder = self.durable.folder
+            made = (
+                saving(folder, self.memory, self.saver.ensure, **about)
+                if near
+                else checkpointer(folder, **about)
             )
-            if near:
-                made.through_memory(self.memory, self.saver.ensure)
             restored = made.restore(jobs[exchange.rank].state)
             steps[exchange.rank] = 0 if restored is None else restored.step
             return made

@@ -31,7 +31,7 @@ def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("async_save", [False, True], ids=["direct", "writer"])
+@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "trains on"])
 def test_a_job_that_is_killed_again_and_again_goes_on_bit_for_bit(
     tmp_path: Path, async_save: bool, seed: int
 ) -> None:

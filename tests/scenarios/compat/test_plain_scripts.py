@@ -15,15 +15,6 @@ from outlast.compat.kempnerforge import log_health_status, log_job_info
 log_health_status()
 log_job_info()
 """
-SYNCHRONOUS = """
-import sys
-from outlast.compat.bridge import CheckpointConfig, start_arguments
-options = {"replication": True, "replication_jump": 2, "fully_parallel_save": False}
-try:
-    start_arguments(CheckpointConfig(save=sys.argv[1], save_interval=5, most_recent_k=3, **options))
-except Exception as error:
-    print(error)
-"""
 CLIENT = """
 import json
 from beside import STATE
@@ -52,12 +43,6 @@ def test_lines_of_kempnerforge_are_shown_where_a_script_has_not_set_up_logging(t
     _, err = printed(tmp_path, LOGGING, SLURM_JOB_ID="4711")
     assert len(re.findall(r"\bGPU 0\b.*\bcuda=", err)) == 1, err
     assert len(re.findall(r"\bid=4711\b", err)) == 1, err
-
-
-def test_options_of_replicas_are_refused_where_saves_are_not_asynchronous(tmp_path: Path) -> None:
-    out, _ = printed(tmp_path, SYNCHRONOUS)
-    for name in ("replication", "replication_jump", "fully_parallel_save"):
-        assert re.search(rf"\b{name}\b: ", out), out
 
 
 def test_a_script_behind_a_link_imports_what_is_beside_it_and_loads_no_half_of_a_state(

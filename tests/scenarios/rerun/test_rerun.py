@@ -144,7 +144,7 @@ def test_a_copy_is_suspected_before_the_device_and_named_when_another_one_does(t
         assert job.finish() == 0, job.console()
     assert [one["step"] for one in job.records("loaded")] == [20, 10]
     assert tried(job.folder) == ["rerun the step", "load another copy"]
-    found, copy = incident(job.folder), "local/step-000000020.g1"
+    found, copy = incident(job.folder), "memory/step-000000020.g1"
     assert (found["step"], found["verdict"], found["culprit"]) == (23, "bad checkpoint", copy)
     suspects = [one["checkpoint"] for one in job.records("trust_changed") if one["trust"] == "suspect"]
     assert copy in suspects

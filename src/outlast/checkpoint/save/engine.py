@@ -67,7 +67,7 @@ class Engine:
     """
 
     def __init__(
-        self, around: SaveContext, memory: MemoryFolder, place: Place, call_saver: Callable[[], None]
+        self, around: SaveContext, memory: MemoryFolder, place: Place, call_saver: Callable[[], object]
     ) -> None:
         self._around = around
         self._memory = memory

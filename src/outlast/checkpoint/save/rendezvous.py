@@ -87,7 +87,7 @@ class SaveRendezvous:
     """
 
     def __init__(
-        self, around: SaveContext, memory: MemoryFolder, where: Place, call_saver: Callable[[], None]
+        self, around: SaveContext, memory: MemoryFolder, where: Place, call_saver: Callable[[], object]
     ) -> None:
         self._around = around
         self._memory = memory
@@ -235,7 +235,7 @@ class SaveRendezvous:
             if now > deadline:
                 raise CheckpointError(
                     f"the checkpoint writer of this node does not answer within {timeout:g} s"
-                    f" (memory folder {self._memory.root}); async_save = false does without it"
+                    f" (memory folder {self._memory.root})"
                 )
             if now - introduced > _AGAIN:  # who spoke may have been heard by a writer that was about to end
                 introduced = now
@@ -258,7 +258,7 @@ class SaveRendezvous:
             if not port:
                 raise CheckpointError(
                     f"node {together.node}: its checkpoint writer cannot listen on {together.host} for those"
-                    " of other nodes; async_save = false saves without them"
+                    " of other nodes"
                 )
             return {"host": together.host, "port": port, "sees": self._probe(members.session).exists()}
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.format import Staging, lay_out, make_image
+from outlast.checkpoint.content.digest import entries_of
+from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_forms import Json, references
@@ -27,8 +28,15 @@ from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
-from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, first_few, some
-from outlast.checkpoint.save.direct import write_rank_files
+from outlast.checkpoint.policy.manifest import (
+    FileEntry,
+    Identity,
+    Manifest,
+    copy_name,
+    first_few,
+    rank_files,
+    some,
+)
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
@@ -485,3 +493,16 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
     except OSError:
         tier.discard(temporary)
         raise
+
+
+def write_rank_files(
+    tier: DirectoryTier, temporary: str, image: Image, identity: Identity
+) -> tuple[FileEntry, FileEntry]:
+    """Write a rank's two files and return their entries.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    files = rank_files(identity.rank, identity.world_size)
+    tier.write(temporary, dict(zip(files, (image.tensors, image.document), strict=True)))
+    return entries_of(files, len(image.tensors), image.digests, image.document)

@@ -232,6 +232,7 @@ class CopyCommitter:
         self._untidy = False
         self._uploads = self._open_uploads()
         self._stage.make()
+        self._sweep_disk()  # before a staged state is completed, which is written while it is digested
         for name, session in self._stage.stagings():
             if not self._take(name, session) and session != members.session:
                 self._give_up(self._stage.staging(name, session))
@@ -416,11 +417,6 @@ class CopyCommitter:
 
     def _recall(self) -> None:
         """Find the copies in memory that are due on disk."""
-        if not self._disk.writes:
-            left = self._sweep()
-            if left:
-                text = ", ".join(left)
-                self._record(Note, reason=f"files of earlier attempts cannot be removed: {text}")
         there, names = self._tier.names(), self._stage.tier.names()
         self._unverified = sorted(there, key=place_of)[-1:]
         for name in names:
@@ -429,6 +425,12 @@ class CopyCommitter:
                 self._wanted.setdefault(name, record)
         newest = max((place_of(name)[0] for name in names), default=-1)
         self.status = replace(self.status, memory_step=newest)
+
+    def _sweep_disk(self) -> None:
+        """Remove what earlier attempts began on disk, unless one is still under way."""
+        left = [] if self._disk.writes else self._sweep()
+        if left:
+            self._record(Note, reason=f"files of earlier attempts cannot be removed: {', '.join(left)}")
 
     def _sweep(self) -> list[str]:
         return self._tier.sweep()

@@ -63,7 +63,7 @@ class Predecessor:
                 self._report(
                     f"the checkpoint writer of an earlier start (pid {pid}) was killed and does not end: it"
                     " is in a frozen control group, or in a call to a disk that does not answer; this start"
-                    f" waits for it, as it holds {self._lock}; async_save = false does without a writer"
+                    f" waits for it, as it holds {self._lock}"
                 )
         elif not others_own(self._root, self._byte) and kill_if(pid, is_meant):
             self._killed = pid
