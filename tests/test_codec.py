@@ -117,6 +117,11 @@ def test_unknown_fields_pass_unless_the_text_must_be_exact() -> None:
             decode(text, Outer, exactly=True)
 
 
+def test_a_whole_number_is_a_float_where_one_is_expected() -> None:
+    for seconds in (0, 2, -3):
+        assert decode(encode(Outer(1, seconds)), Outer, exactly=True) == Outer(1, float(seconds))
+
+
 def test_what_has_no_form_in_json_is_not_written() -> None:
     with pytest.raises(Malformed):
         encode(Outer(1, 0.5, said=object()))  # type: ignore[arg-type]

@@ -77,8 +77,8 @@ def decode(content: bytes | str, kind: type[T], *, exactly: bool = False) -> T:
     Args:
         content: the text; the caller bounds its size.
         kind: the value's type.
-        exactly: refuse a text that :func:`encode` does not write for the value: it has unknown or doubled
-            fields, another order, or spaces.
+        exactly: refuse a text that no :func:`encode` wrote for the value: it has unknown or doubled fields,
+            or lacks some, or has spaces.
 
     Raises:
         Malformed: it stands for none.
@@ -87,8 +87,11 @@ def decode(content: bytes | str, kind: type[T], *, exactly: bool = False) -> T:
         found = msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # or what only Python's decoder takes
         found = convert(_with_floats(_parsed(content), kind), kind)
-    if exactly and encode(found) != (content.encode() if isinstance(content, str) else content):
-        raise Malformed("unknown, doubled or reordered fields, or spaces, which this version does not write")
+    if exactly:
+        raw = _parsed(content)
+        written = encode(raw) == (content.encode() if isinstance(content, str) else content)
+        if not written or raw != plain(msgspec.to_builtins(found)):  # 0 and 0.0 are the same
+            raise Malformed("unknown, doubled or missing fields, or spaces, which no encode() writes")
     return found
 
 
