@@ -13,7 +13,9 @@ from collections import Counter
 import pytest
 
 from outlast.cluster.rpc.channel import MessageTooLong, Outgoing, Post, Refused
+from tests.support.launching import until
 from tests.support.posts import DEADLINE, TOKEN, Box, Link, boxes, child, meet, said, sockets, still_well
+from tests.support.processes import state_of
 
 
 def test_messages_pass_both_ways_in_order_over_one_connection() -> None:
@@ -220,6 +222,7 @@ def test_a_ping_is_answered_for_an_owner_that_is_busy_and_not_by_a_stopped_proce
     with boxes("a", "b") as (a, b), child("c", a.address) as process:
         a.gets("c", "child")
         process.send_signal(signal.SIGSTOP)
+        until(lambda: state_of(process.pid) == "T", "a stopped process")
         try:
             a.post.ping("c")
             idle = [0.0]

@@ -5,6 +5,7 @@ The tests of a class share a job. Each begins with all three nodes in one genera
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ class TestNodes:
     def test_workers_killed_on_two_nodes_at_once_cost_one_generation(self, job: Agents, first: int) -> None:
         pids = job.ranks(first, 3)
         for rank in (1, 2):
-            os.kill(pids[rank], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the first death is known so soon on a busy host
+                os.kill(pids[rank], signal.SIGKILL)
         job.until_commit(job.until_runs(3, after=first))
         assert job.generations()[-1] == first + 1, job.consoles()
 
