@@ -49,7 +49,6 @@ def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | Non
         landing = received.fill(copy, state)
     if landing is not None:
         landing.land()
-        landing.close()
     apply(state, received.saved, received.random, received.parameters)
     return received
 

@@ -33,6 +33,7 @@ class SaveContext:
         replicas: copies of other nodes' parts that this node has in memory.
         torn: copies in memory of which a part is missing or that must not be loaded, newer than what can be.
         training: its name; empty: the job has one.
+        threads: that this rank may use while training stands still.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
@@ -46,6 +47,7 @@ class SaveContext:
     replicas: tuple[DirectoryTier, ...] = ()
     torn: tuple[Torn, ...] = ()
     training: str = ""
+    threads: int = 1
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.memory import aligned, in_threads
+from outlast.checkpoint.content.memory import allocate, in_threads
 from outlast.checkpoint.load import reading
-from outlast.checkpoint.load.in_place import map_file
-from outlast.checkpoint.load.reading import Room, read_verified, verify_mapped
+from outlast.checkpoint.load.landing import Source
+from outlast.checkpoint.load.reading import padded, read_verified
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import Shard, copy_name
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
@@ -65,34 +65,21 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def rooms(edges: list[int]) -> tuple[torch.Tensor, list[Room]]:
-    """Return memory for every second range between edges, as it lies in the file, and the ranges."""
-    memory = torch.zeros(edges[-1], dtype=torch.uint8)
-    pairs = list(zip(edges[::2], edges[1::2], strict=False))
-    return memory, [Room(begin, end, memory.data_ptr() + begin) for begin, end in pairs]
-
-
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize(
     ("nbytes", "chunk_bytes"),
     [(1, 1 << 20), (4095, 1000), ((9 << 20) + 1, 1 << 20), (9 << 20, 1 << 20), ((5 << 20) + 4097, 999_999)],
 )
-def test_ranges_of_any_size_come_to_their_places(
+def test_a_file_of_any_size_is_read_whole(
     nbytes: int, chunk_bytes: int, cold: bool, tmp_path: Path, seed: int
 ) -> None:
-    dice = random.Random(seed)
-    content, shard = write(tmp_path, nbytes, chunk_bytes, dice)
-    many = [dice.randrange(nbytes + 1) for _ in range(500)]
-    edges = sorted([0, nbytes, *many, *many[:5]])  # some ranges are empty
-    memory, wanted = rooms(edges)
+    content, shard = write(tmp_path, nbytes, chunk_bytes, random.Random(seed))
     if cold:
         forget(tmp_path / FILE)
+    memory = allocate(padded(nbytes))
     with opened(tmp_path) as folder:
-        read_verified(folder, shard, dice.sample(wanted, len(wanted)))
-    expected = bytearray(nbytes)
-    for room in wanted:
-        expected[room.begin : room.end] = content[room.begin : room.end]
-    assert memory.numpy().tobytes() == bytes(expected)
+        read_verified(folder, shard, memoryview(memory), 2)
+    assert memory[:nbytes] == content
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -105,7 +92,7 @@ def test_the_first_damaged_chunk_is_named(cold: bool, tmp_path: Path, seed: int)
     if cold:
         forget(tmp_path / FILE)
     with opened(tmp_path) as folder, pytest.raises(DamagedCopy, match=r"6291456.*7340032"):
-        read_verified(folder, shard, [])
+        read_verified(folder, shard, memoryview(allocate(padded(shard.nbytes))), 2)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: int) -> None:
@@ -113,17 +100,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: i
     with reading_from(tmp_path, shard) as file:
         os.truncate(tmp_path / FILE, (5 << 20) + 100)
         with pytest.raises(DamagedCopy, match="5242880"):
-            file.read(aligned(4 << 20)[0], 5 << 20, 6 << 20)
+            file.read(memoryview(allocate(6 << 20)), 5 << 20, 6 << 20)
 
 
 def test_a_file_that_refuses_reads_past_the_page_cache_is_read_through_it(tmp_path: Path, seed: int) -> None:
     """O_DIRECT refuses places in memory that are no multiples of the disk's block: EINVAL."""
     content, shard = write(tmp_path, 6 << 20, 1 << 20, random.Random(seed))
     forget(tmp_path / FILE)
-    target = aligned((1 << 20) + 8192)[0][1:]
+    target = memoryview(allocate(7 << 20))[1:]
     with reading_from(tmp_path, shard) as file:
-        offset = file.read(target, 1 << 20, 2 << 20)
-    assert bytes(target[offset : offset + (1 << 20)]) == content[1 << 20 : 2 << 20]
+        file.read(target, 1 << 20, 2 << 20)
+    assert bytes(target[1 << 20 : 2 << 20]) == content[1 << 20 : 2 << 20]
 
 
 @needs_shm
@@ -133,10 +120,10 @@ def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, seed: int) ->
         content, shard = write(Path(name), (6 << 20) + 3, 1 << 20, random.Random(seed))
         with reading_from(Path(name), shard) as file:
             assert file._direct < 0 or file._holds(0, shard.nbytes)
-        memory, wanted = rooms([0, shard.nbytes])
+        memory = allocate(padded(shard.nbytes))
         with opened(Path(name)) as folder:
-            read_verified(folder, shard, wanted)
-        assert memory.numpy().tobytes() == content
+            read_verified(folder, shard, memoryview(memory), 2)
+        assert memory[: shard.nbytes] == content
 
 
 def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
@@ -236,25 +223,6 @@ def test_whoever_keeps_what_it_is_given_keeps_it_unchanged(shared: Path, tmp_pat
 
 
 @needs_shm
-def test_only_what_is_still_in_use_is_made_private(shared: Path, seed: int) -> None:
-    content, shard = write(shared, 40_000, 1 << 20, random.Random(seed))
-    with opened(shared) as folder:
-        mapped = map_file(folder, shard)
-    assert mapped is not None
-    verify_mapped(shard, mapped.content)
-    kept, dropped = mapped.lend(5000, 12_000), mapped.lend(12_000, 40_000)
-    view = kept[100:200]
-    assert mapped.lends(view)
-    assert not mapped.lends(torch.ones(1))
-    del dropped, kept
-    assert mapped.part() == 7000
-    (shared / FILE).write_bytes(bytes(40_000))
-    assert view.numpy().tobytes() == content[5100:5200]
-    del view
-    assert mapped.part() == 0
-
-
-@needs_shm
 @pytest.mark.parametrize("size", [0, 2000])
 def test_a_file_in_memory_that_shrank_gives_way_to_the_disk(size: int, shared: Path, tmp_path: Path) -> None:
     content = save_steps(tmp_path, 1)
@@ -271,4 +239,4 @@ def test_a_memory_tier_on_disk_is_read_and_not_mapped(tmp_path: Path, seed: int)
     if tmp_path.stat().st_dev == SHM.stat().st_dev:
         pytest.skip("the temporary folder is in memory, too")
     with opened(tmp_path) as folder:
-        assert map_file(folder, shard) is None
+        assert not Source(folder, shard, near=True)._mapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -15,6 +16,14 @@ Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
 _HUGE_BYTES = 2 << 20
 _SLICE_BYTES = 8 << 20  # what a thread copies at a time
+
+
+def share_of_processors(ranks: int) -> int:
+    """Return how many threads each of the ranks of a node may use while training stands still.
+
+    OMP_NUM_THREADS says how many train, which is one as a rule.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def allocate(nbytes: int) -> mmap.mmap:
@@ -30,17 +39,6 @@ def allocate(nbytes: int) -> mmap.mmap:
         except OSError:
             return memory  # a kernel without huge pages: slower, nothing else
     return memory
-
-
-def aligned(nbytes: int) -> tuple[memoryview, int]:
-    """Return memory that begins at a huge page, and its address, which is valid as long as the memory is.
-
-    Past the page cache a disk reads into huge pages almost twice as fast as into ordinary ones.
-    """
-    memory = allocate(nbytes + _HUGE_BYTES)
-    address = address_of(memory)
-    offset = -address % _HUGE_BYTES
-    return memoryview(memory)[offset : offset + nbytes], address + offset
 
 
 def address_of(memory: mmap.mmap) -> int:

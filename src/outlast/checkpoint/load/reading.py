@@ -13,16 +13,14 @@ import itertools
 import math
 import mmap
 import os
-import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest
-from outlast.checkpoint.content.memory import aligned, allocate, as_tensor, block_of, in_threads
+from outlast.checkpoint.content.memory import allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import Shard, TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
@@ -37,141 +35,35 @@ _LACKING = 16  # of which one page may be missing in a file that is read twice
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that mincore defines
 
 
-@dataclass(frozen=True)
-class Room:
-    """Where bytes of a file go.
-
-    Args:
-        begin: the first of them, in the file.
-        end: behind the last of them.
-        address: of the memory that takes them.
-    """
-
-    begin: int
-    end: int
-    address: int
+def padded(nbytes: int) -> int:
+    """Return how much memory :func:`read_verified` needs for a file of a size."""
+    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def read_verified(folder: CopyFolder, shard: Shard, rooms: Sequence[Room]) -> None:
+def read_verified(folder: CopyFolder, shard: Shard, target: memoryview, threads: int) -> None:
     """Read a safetensors file and verify every byte of it.
 
     Args:
         folder: the copy.
         shard: what the JSON file says of the file.
-        rooms: new memory for parts of it; after an error nothing in there is worth anything. They do not
-            overlap, and what lies between them goes nowhere.
+        target: memory that begins at a page, as large as :func:`padded` says; after an error nothing in there
+            is worth anything.
+        threads: that digest; a few more read, since they mostly wait for the disk.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
         OSError: the file system refused.
     """
     together = max(1, _UNIT_BYTES // shard.chunk_bytes) * shard.chunk_bytes
-    threads = min(_READERS, 2 * torch.get_num_threads())
     with folder.open(shard.file, shard.nbytes) as (descriptor, _), _opened(descriptor, shard) as file:
-        _Pass(file, shard, rooms, together).carry_out(threads)
 
+        def read(unit: int) -> None:
+            begin = unit * together
+            end = min(begin + together, shard.nbytes)
+            file.read(target, begin, end)
+            verify_chunks(shard, target[begin:end], begin)
 
-class HeldFile:
-    """A file that the page cache has, open from when it is verified until it has been read once more.
-
-    What goes to live tensors is only looked through at first, and read when all ranks found their files
-    sound. It is verified again then: the page cache may have lost it, and the file may be another.
-
-    Args:
-        descriptor: of the file; its own.
-        shard: what the JSON file says of it.
-    """
-
-    def __init__(self, descriptor: int, shard: Shard) -> None:
-        self._shard = shard
-        self._file = _File(descriptor, -1, shard)
-        self._ends = weakref.finalize(self, os.close, descriptor)
-
-    def verify(self, rooms: Sequence[Room]) -> None:
-        """Verify every byte, and copy what goes to new memory; see :func:`read_verified`."""
-        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads())
-
-    def read(self, rooms: Sequence[Room]) -> None:
-        """Read what goes to live tensors, and verify it again; see :func:`read_verified`.
-
-        After an error these tensors hold some of what was saved, and perhaps some of what never was.
-        """
-        _Pass(self._file, self._shard, rooms, self._shard.chunk_bytes).carry_out(_threads(), partly=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._ends()
-
-
-def hold(folder: CopyFolder, shard: Shard) -> HeldFile | None:
-    """Open a file that is to be read twice; None when the page cache lacks more than a little of it.
-
-    Raises:
-        DamagedCopy: the file is missing, no regular file, or of another size.
-        OSError: the file system refused.
-    """
-    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
-        pages = _cached(descriptor, shard.nbytes)
-        if pages.count(0) * _LACKING > len(pages):
-            return None
-        return HeldFile(os.dup(descriptor), shard)
-
-
-class _Pass:
-    """One reading of a file, each chunk verified.
-
-    Args:
-        file: open.
-        shard: what the JSON file says of it.
-        rooms: where parts of it go.
-        together: bytes that a thread reads at a time; whole chunks.
-    """
-
-    def __init__(self, file: _File, shard: Shard, rooms: Sequence[Room], together: int) -> None:
-        self._file, self._shard, self._together = file, shard, together
-        self._rooms = sorted((room for room in rooms if room.begin < room.end), key=lambda room: room.begin)
-        self._ends = [room.end for room in self._rooms]
-
-    def carry_out(self, threads: int, partly: bool = False) -> None:
-        """Read and verify all of the file; partly: only what goes somewhere, with the chunks about it."""
-        units = range(-(-self._shard.nbytes // self._together))
-        wanted = [one for one in units if not partly or any(self._meeting(*self._range(one)))]
-
-        def worker() -> Callable[[int], None]:
-            view, base = aligned(self._together + 2 * _BLOCK_BYTES)
-            return lambda number: self._read(wanted[number], view, base)
-
-        in_threads(worker, len(wanted), threads)
-
-    def _range(self, unit: int) -> tuple[int, int]:
-        begin = unit * self._together
-        return begin, min(begin + self._together, self._shard.nbytes)
-
-    def _meeting(self, begin: int, end: int) -> Iterator[Room]:
-        """Yield the rooms to which bytes of a range go."""
-        for place in range(bisect_right(self._ends, begin), len(self._rooms)):
-            if self._rooms[place].begin >= end:
-                break
-            yield self._rooms[place]
-
-    def _read(self, unit: int, view: memoryview, base: int) -> None:
-        begin, end = self._range(unit)
-        rooms = list(self._meeting(begin, end))
-        if rooms and rooms[0].begin <= begin and end <= rooms[0].end and self._file.cached:
-            octets = (ctypes.c_char * (end - begin)).from_address(rooms[0].address + begin - rooms[0].begin)
-            target = memoryview(octets).cast("B")
-            self._file.read(target, begin, end)
-            verify_chunks(self._shard, target, begin)
-            return
-        offset = self._file.read(view, begin, end)
-        verify_chunks(self._shard, view[offset : offset + end - begin], begin)
-        for room in rooms:
-            low, high = max(room.begin, begin), min(room.end, end)
-            ctypes.memmove(room.address + low - room.begin, base + offset + low - begin, high - low)
-
-
-def _threads() -> int:
-    return max(2, torch.get_num_threads())
+        in_threads(lambda: read, -(-shard.nbytes // together), max(_READERS, threads))
 
 
 def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
@@ -193,8 +85,8 @@ def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
             raise DamagedCopy(Damage(shard.file, expected, found))
 
 
-def verify_mapped(shard: Shard, content: memoryview) -> None:
-    """Compare the digests of all chunks of a file that is in memory.
+def verify_mapped(shard: Shard, content: memoryview, threads: int) -> None:
+    """Compare the digests of all chunks of a file that is in memory, in several threads.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
@@ -204,7 +96,7 @@ def verify_mapped(shard: Shard, content: memoryview) -> None:
     def work(number: int) -> None:
         verify_chunks(shard, content[number * size : (number + 1) * size], number * size)
 
-    in_threads(lambda: work, len(shard.digests), _threads())
+    in_threads(lambda: work, len(shard.digests), threads)
 
 
 class _File:
@@ -216,29 +108,21 @@ class _File:
         self._file = shard.file
         self._cached = _cached(descriptor, shard.nbytes) if direct >= 0 else b""
 
-    @property
-    def cached(self) -> bool:
-        """Whether all is read through the page cache: to any place, and without bytes around it."""
-        return self._direct < 0
-
-    def read(self, target: memoryview, begin: int, end: int) -> int:
-        """Read a range to a page-aligned place; return where in it the first byte of the range came to lie.
+    def read(self, target: memoryview, begin: int, end: int) -> None:
+        """Read a range to its place in memory that begins at a page.
 
         Raises:
             DamagedCopy: the file ends before.
             OSError: the file system refused.
         """
-        if self._direct >= 0 and not self._holds(begin, end):
-            first = begin - begin % _BLOCK_BYTES
-            wanted = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - first
+        if self._direct >= 0 and begin % _BLOCK_BYTES == 0 and not self._holds(begin, end):
             try:
-                if os.preadv(self._direct, [target[:wanted]], first) >= end - first:
-                    return begin - first
+                if os.preadv(self._direct, [target[begin : padded(end)]], begin) >= end - begin:
+                    return
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-        read_exactly(self._descriptor, target[: end - begin], begin, self._file)
-        return 0
+        read_exactly(self._descriptor, target[begin:end], begin, self._file)
 
     def _holds(self, begin: int, end: int) -> bool:
         """Say whether the page cache has most of a range."""

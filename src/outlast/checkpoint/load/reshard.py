@@ -11,7 +11,6 @@ Every rank reads the JSON files of all ranks, of the safetensors files only what
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,40 +21,26 @@ from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import Piece, distributed
 from outlast.checkpoint.content.format import order_of
-from outlast.checkpoint.content.memory import block_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random, tensors_in
+from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
-from outlast.checkpoint.load.in_place import (
-    FromFile,
-    FromMapping,
-    InPlaceLoad,
-    MappedFile,
-    map_file,
-    places_for,
-)
+from outlast.checkpoint.load.landing import Landing, Source
 from outlast.checkpoint.load.reading import (
-    HeldFile,
     Move,
-    Room,
     Stored,
     Target,
     carry_out,
     differing,
-    hold,
     moves_to,
     put_in_order,
-    read_verified,
     reserve,
-    verify_mapped,
 )
 from outlast.checkpoint.load.world import Leaf, Merger, World, absent, form_of, leaves_of, prune, wanted_of
 from outlast.checkpoint.policy.manifest import (
     MANIFEST,
     Identity,
     Manifest,
-    Shard,
     TensorEntry,
     first_few,
     rank_files,
@@ -99,7 +84,7 @@ class Received:
     note: str
     left: tuple[str, ...]
     flags: dict[str, list[str]]
-    fill: Callable[[CopyFolder, Mapping[str, object]], InPlaceLoad | None]
+    fill: Callable[[CopyFolder, Mapping[str, object]], Landing | None]
 
 
 def open_part(
@@ -109,6 +94,7 @@ def open_part(
     identity: Identity,
     state: Mapping[str, object],
     near: bool = False,
+    threads: int = 1,
 ) -> Received:
     """Read and verify all of a rank's part but the tensors, from the files of whatever ranks have it.
 
@@ -119,6 +105,7 @@ def open_part(
         identity: this rank.
         state: the live objects; nothing in them is changed.
         near: the copy is in the memory tier of this node.
+        threads: that this rank may use.
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
@@ -131,7 +118,7 @@ def open_part(
     _require_same(manifest, digest, commit)
     if _same_world(manifest, identity):
         rank_file = read_rank_file(folder, manifest, identity.rank)
-        own = _as_saved(folder, manifest, rank_file, identity.rank, near)
+        own = _as_saved(folder, manifest, rank_file, identity.rank, near, threads)
         if not _stands_otherwise(rank_file, live):
             return own
     if manifest.part:
@@ -165,26 +152,27 @@ def _common(parameters: Sequence[dict[str, list[list[Any]]]]) -> dict[str, list[
     return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
 
 
-def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank: int, near: bool) -> Received:
+def _as_saved(
+    folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank: int, near: bool, threads: int
+) -> Received:
     """Return what a rank gets of its own files."""
-    mapped = _map(folder, rank_file) if near and _aligned(rank_file) else ()
-    memory = _lent(mapped, rank_file) if mapped else _reserve(rank_file)
+    files = [(shard, Source(folder, shard, near)) for shard in rank_file.shards]
+    memory = {
+        key: file.lend(entry.begin, entry.end)
+        for shard, file in files
+        for key, entry in shard.tensors.items()
+    }
     source = rank_files(rank, manifest.world_size)[1]
     live = {key: _typed(memory[key], each, source) for key, each in rank_file.tensors.items()}
     decoder = Decoder(source, live)
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
 
-    def fill(folder: CopyFolder, state: Mapping[str, object]) -> InPlaceLoad | None:
-        landing: InPlaceLoad | None
-        if mapped:
-            for shard, file in zip(rank_file.shards, mapped, strict=True):
-                verify_mapped(shard, file.content)
-            landing = FromMapping(state, saved, mapped)
-        else:
-            landing = _read_files(folder, rank_file, state, saved, memory)
+    def fill(folder: CopyFolder, state: Mapping[str, object]) -> Landing:
+        for _, file in files:
+            file.fill(folder, threads)
         for key, entry in rank_file.tensors.items():
             put_in_order(memory[key], entry.shape, entry.strides)
-        return landing
+        return Landing(state, saved, threads)
 
     return Received(
         saved=saved,
@@ -200,86 +188,12 @@ def _as_saved(folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank:
     )
 
 
-def _aligned(rank_file: RankFile) -> bool:
-    """Say whether every tensor begins at a multiple of its elements' size; torch wants that."""
-    return all(
-        not entry.nbytes or entry.begin % (entry.nbytes // max(1, math.prod(entry.shape))) == 0
-        for entry in rank_file.tensors.values()
-    )
-
-
-def _map(folder: CopyFolder, rank_file: RankFile) -> tuple[MappedFile, ...]:
-    """Map all files of a rank; nothing is returned where one of them must be read."""
-    found = [map_file(folder, shard) for shard in rank_file.shards]
-    return tuple(one for one in found if one is not None) if None not in found else ()
-
-
-def _lent(mapped: tuple[MappedFile, ...], rank_file: RankFile) -> dict[str, torch.Tensor]:
-    return {
-        key: file.lend(entry.begin, entry.end)
-        for file, shard in zip(mapped, rank_file.shards, strict=True)
-        for key, entry in shard.tensors.items()
-    }
-
-
-def _reserve(rank_file: RankFile) -> dict[str, torch.Tensor]:
-    """Return memory for each tensor, by key.
-
-    The tensors of one state object lie in one block, which is freed with the last of them: a
-    model copies its out, an optimizer keeps them.
-    """
-    tensors = rank_file.tensors
-    found: dict[str, torch.Tensor] = {}
-    groups = [*(references(value) for value in rank_file.values.values()), set(tensors)]
-    for group in groups:
-        wanted = [key for key in tensors if key in group and key not in found]
-        found |= block_of({key: tensors[key].nbytes for key in wanted})
-    return found
-
-
 def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tensor:
     try:
         plain = octets.view(element_type_of(entry.dtype, source)).view(entry.shape)
         return plain if entry.strides is None else plain.as_strided(entry.shape, entry.strides)
     except (RuntimeError, TypeError) as error:
         raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
-
-
-def _read_files(
-    folder: CopyFolder,
-    rank_file: RankFile,
-    state: Mapping[str, object],
-    saved: dict[str, Any],
-    memory: Mapping[str, torch.Tensor],
-) -> InPlaceLoad | None:
-    """Verify every byte of a rank's safetensors files, and read them but for what goes to live tensors.
-
-    Returns:
-        What brings the rest to the live objects; None when nothing is left.
-    """
-    places = places_for(state, saved)
-    straight = {one.data_ptr(): places[id(one)] for _, one in tensors_in(saved) if id(one) in places}
-    waiting: list[tuple[HeldFile, list[Room]]] = []
-    landing: dict[int, torch.Tensor] = {}
-    for shard in rank_file.shards:
-        addresses = {key: memory[key].data_ptr() for key in shard.tensors}
-        live = {key: straight[at].data_ptr() for key, at in addresses.items() if at in straight}
-        held = hold(folder, shard) if live else None
-        if held is None:
-            read_verified(folder, shard, _rooms(shard, addresses))
-            continue
-        held.verify(_rooms(shard, {key: at for key, at in addresses.items() if at not in straight}))
-        waiting.append((held, _rooms(shard, live)))
-        landing |= {addresses[key]: straight[addresses[key]] for key in live}
-    if not waiting:
-        return None
-    stands = {id(one) for _, one in tensors_in(saved) if one.data_ptr() in landing}
-    return FromFile(saved, {at: one for at, one in places.items() if at in stands}, waiting)
-
-
-def _rooms(shard: Shard, addresses: Mapping[str, int]) -> list[Room]:
-    entries = shard.tensors
-    return [Room(entries[key].begin, entries[key].end, address) for key, address in addresses.items()]
 
 
 def _stands_otherwise(rank_file: RankFile, state: LiveState) -> bool:

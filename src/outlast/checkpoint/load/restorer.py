@@ -13,7 +13,7 @@ from outlast.checkpoint.content.state import apply, require_fit, require_shapes
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups
-from outlast.checkpoint.load.in_place import InPlaceLoad
+from outlast.checkpoint.load.landing import Landing
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import (
@@ -82,7 +82,7 @@ class _Attempt:
         self._marks = marks
         self._state = state
         self._received: Received | None = None
-        self._landing: InPlaceLoad | None = None
+        self._landing: Landing | None = None
         self.cursor: Any = None  # the data cursor of the copy, once it is applied
         self.flags: dict[str, list[str]] = {}  # and its flags
 
@@ -123,6 +123,7 @@ class _Attempt:
                     self._around.identity,
                     self._state,
                     near=tier is self._around.memory,
+                    threads=self._around.threads,
                 )
                 for name, holder in self._state.items():
                     if getattr(holder, "outlast_optional", False):
@@ -155,9 +156,6 @@ class _Attempt:
             ) from error
         finally:
             received.saved.clear()
-            del received
-            if landing is not None:
-                landing.close()
         return {"note": "; ".join(filter(None, notes)), "copy": f"{self._plan.name} {self._plan.commit}"}
 
 

@@ -15,6 +15,7 @@ import torch
 
 from outlast import _torch_compat
 from outlast.checkpoint.content.format import lay_out, notes_of
+from outlast.checkpoint.content.memory import share_of_processors
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
@@ -105,6 +106,7 @@ class Engine:
             return self._nbytes
 
         members = self._members = meeting.hold(nbytes, avoid)
+        threads = share_of_processors(len(members.ranks))
         self._speaks = around.identity.rank == members.ranks[0]
         stage, settings = Stage(members.stage, members.private), around.settings
         self._stage = stage
@@ -112,7 +114,7 @@ class Engine:
         self._limit = limit
         file = rank_files(around.identity.rank, around.identity.world_size)[0]
         self._buffers = buffers = self._buffers_of(file)
-        self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge)
+        self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
         shared_before = stage.has_pool(alike_pool(0)) and not self._compared
         if not shared_before:
@@ -120,8 +122,8 @@ class Engine:
         if members.together is not None or meeting.parts_left:
             torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
             replicas = (stage.joined, *stage.replica_tiers())
-            return replace(around, memory=stage.tier, replicas=replicas, torn=torn)
-        return replace(around, memory=stage.tier)
+            return replace(around, memory=stage.tier, replicas=replicas, torn=torn, threads=threads)
+        return replace(around, memory=stage.tier, threads=threads)
 
     def _buffers_of(self, file: str) -> Buffers:
         found = Buffers(self._stage, self._members.session, file, self._limit)

@@ -104,6 +104,7 @@ class Stager:
         ranks: all ranks of this node; the writer waits for them.
         buffers: this rank's.
         nudge: sees to it that the writer is awake.
+        threads: that copy while training stands still.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class Stager:
         ranks: tuple[int, ...],
         buffers: Buffers,
         nudge: Callable[[], None],
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self._folder = folder
         self._nudge = nudge
         self._identity = identity
@@ -197,7 +200,7 @@ class Stager:
         cursor = Encoder().encode(order.cursor, ("cursor",))
         moment = DeviceMoment(captured.tensors[key] for key in late)
         copying = _Copying(order, captured, layout, buffer, marks, moment, cursor, share)
-        self._copy(torch.get_num_threads(), copying, captured.tensors.keys() - marks.keys())
+        self._copy(self._threads, copying, captured.tensors.keys() - marks.keys())
         if share is not None:
             share.digest(late)
         blocked = time.monotonic() - began

@@ -1,28 +1,25 @@
-"""From verified files to live objects: straight to their tensors where that is safe, else to new memory.
+"""From verified bytes to live objects: straight to their tensors where that is safe, else to new memory.
 
-Saved content may go to a live tensor of the same form without memory of its own on the way. A file of the
-node's memory tier is mapped and used where it is. Nobody else writes these files, and while ranks load
-nobody stages. Afterwards the file becomes a buffer again and is overwritten, so what is still in use by then
-is moved to other pages at the same addresses.
+A file of the node's memory tier is mapped and verified where it is; another one is read into memory and
+verified there. Nothing of either is left in use when the live objects have taken what they take: the file in
+memory becomes a buffer again. Nobody else writes these files, and while ranks load nobody stages.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
-from outlast.checkpoint.content.memory import block_of, copy_slices
+from outlast.checkpoint.content.memory import allocate, block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
-from outlast.checkpoint.load.reading import HeldFile, Room
+from outlast.checkpoint.load.reading import padded, read_verified, verify_mapped
 from outlast.checkpoint.policy.manifest import Shard
 from outlast.checkpoint.tiers.tier import CopyFolder
 
@@ -145,90 +142,60 @@ def _overlapping(ranges: list[_Range]) -> Iterator[int]:
 
 
 _MEMORY = "/dev/shm"
-_MAY_MOVE, _TO_PLACE = 1, 2  # MREMAP_MAYMOVE, MREMAP_FIXED
-_FAILED = ctypes.c_void_p(-1).value
 
 
-class MappedFile:
-    """The content of a file, of which parts are lent as tensors.
+class Source:
+    """The content of a safetensors file, of which parts are lent as tensors.
 
-    Args:
-        memory: a private mapping: what is written to a tensor does not come to the file.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._lent: dict[int, tuple[int, int, weakref.ref[memoryview]]] = {}
-
-    @property
-    def content(self) -> memoryview:
-        """All bytes of the file."""
-        return memoryview(self._memory)
-
-    def lend(self, begin: int, end: int) -> torch.Tensor:
-        """Return a range as bytes in a tensor."""
-        if begin == end:
-            return torch.empty(0, dtype=torch.uint8)
-        octets = self.content[begin:end]
-        found = torch.frombuffer(octets, dtype=torch.uint8)
-        self._lent[found.data_ptr()] = (begin, end, weakref.ref(octets))  # lives as long as the storage does
-        return found
-
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is one that was lent."""
-        return tensor.untyped_storage().data_ptr() in self._lent
-
-    def part(self) -> int:
-        """Give what is still in use memory of its own, at the same addresses; return how many bytes that are.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        kept = sorted((begin, end) for begin, end, octets in self._lent.values() if octets() is not None)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        done = 0  # in whole pages; two tensors may share one
-        for begin, end in kept:
-            first = max(done, begin - begin % mmap.PAGESIZE)
-            done = max(first, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
-            if first < done:
-                _replace(base + first, done - first)
-        return sum(end - begin for begin, end in kept)
-
-
-def _replace(address: int, nbytes: int) -> None:
-    """Put copies in the place of mapped pages.
-
-    Pages that a write made private are not enough: they, too, go when the file is cut.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    size = ctypes.c_size_t(nbytes)
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    copy = libc.mmap(None, size, access, kind, -1, ctypes.c_long(0))
-    if copy == _FAILED:
-        raise OSError(ctypes.get_errno(), f"no memory for {nbytes} bytes of what was loaded")
-    ctypes.memmove(copy, address, nbytes)
-    old, new = ctypes.c_void_p(copy), ctypes.c_void_p(address)
-    if libc.mremap(old, size, size, _MAY_MOVE | _TO_PLACE, new) == _FAILED:
-        raise OSError(ctypes.get_errno(), f"{nbytes} bytes of what was loaded cannot be put in their place")
-
-
-def map_file(folder: CopyFolder, shard: Shard) -> MappedFile | None:
-    """Map a rank's safetensors file; None when it must be read.
+    It is worth nothing before :meth:`fill`.
 
     Args:
-        folder: a copy in the node's memory tier.
+        folder: the copy.
         shard: what the JSON file says of the file.
+        near: the copy is in the memory tier of this node.
 
     Raises:
         DamagedCopy: the file is missing, no regular file, or of another size.
         OSError: the file system refused.
     """
+
+    def __init__(self, folder: CopyFolder, shard: Shard, near: bool) -> None:
+        self._shard = shard
+        mapped = _map(folder, shard) if near else None
+        self._mapped = mapped is not None
+        self._memory = mapped if mapped is not None else allocate(padded(shard.nbytes))
+
+    def fill(self, folder: CopyFolder, threads: int) -> None:
+        """Verify every byte, after reading the file where it is not mapped.
+
+        Args:
+            folder: the copy.
+            threads: that do so, the caller's included.
+
+        Raises:
+            DamagedCopy: names the first bytes that are not as they were saved.
+            OSError: the file system refused.
+        """
+        content = memoryview(self._memory)
+        if self._mapped:
+            verify_mapped(self._shard, content, threads)
+        else:
+            read_verified(folder, self._shard, content, threads)
+
+    def lend(self, begin: int, end: int) -> torch.Tensor:
+        """Return a range as bytes in a tensor; what is written to it does not come to the file."""
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
+
+
+def _map(folder: CopyFolder, shard: Shard) -> mmap.mmap | None:
+    """Map a file; None where it must be read."""
     with folder.open(shard.file, shard.nbytes) as (descriptor, _):
         try:
             if os.fstat(descriptor).st_dev != os.stat(_MEMORY).st_dev:
                 return None
-            return MappedFile(mmap.mmap(descriptor, shard.nbytes, flags=mmap.MAP_PRIVATE))
+            return mmap.mmap(descriptor, shard.nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError):
             return None
 
@@ -236,91 +203,43 @@ def map_file(folder: CopyFolder, shard: Shard) -> MappedFile | None:
 _Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both in one block, of one order, and on the host
 
 
-class InPlaceLoad(Protocol):
-    """What was verified and is still to come to the live objects, once all ranks have agreed."""
-
-    def land(self) -> None:
-        """Bring it to live tensors, or to memory of its own, and let these stand for what was lent.
-
-        Raises:
-            DamagedCopy: it is no longer as it was verified; the live tensors must not be used.
-            OSError: it cannot be read any more; the same.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of the file, after the live objects have taken what they take.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        ...
-
-
-class FromMapping:
-    """From mapped files.
+class Landing:
+    """What was verified and is still to come to the live objects, once all ranks have agreed.
 
     Args:
         state: the live objects.
-        saved: each one's content, by name; changed in place.
-        files: lend the tensors in them.
+        saved: each one's content, by name; its tensors are lent, and are exchanged for others.
+        threads: that copy, the caller's included.
     """
 
-    def __init__(
-        self, state: Mapping[str, object], saved: dict[str, Any], files: Sequence[MappedFile]
-    ) -> None:
-        self._state, self._saved, self._files = state, saved, files
+    def __init__(self, state: Mapping[str, object], saved: dict[str, Any], threads: int) -> None:
+        self._state, self._saved, self._threads = state, saved, threads
 
     def land(self) -> None:
-        """Replace lent tensors that a live object would keep; modules copy, so theirs may stay."""
+        """Copy to live tensors, or to memory of its own, except what the live objects copy themselves."""
         replaced = places_for(self._state, self._saved)
         lent = {id(one): one for _, one in tensors_in(self._saved) if id(one) in replaced}
         moves: list[_Move] = [(replaced[place], one) for place, one in lent.items()]
         for name, holder in self._state.items():
-            if not isinstance(holder, torch.nn.Module):
-                kept = {id(one): one for _, one in tensors_in(self._saved[name])}
-                wanted = {at: one for at, one in kept.items() if self._lends(one) and at not in replaced}
-                replaced.update(_room_for(wanted, moves))
+            content = self._saved[name]
+            kept = {id(one): one for _, one in tensors_in(content) if id(one) not in replaced}
+            for one in _copied(holder, content):
+                kept.pop(id(one), None)
+            replaced.update(_room_for(kept, moves))
         _exchange(self._saved, replaced)
         addresses = [(to.data_ptr(), source.data_ptr(), _nbytes(source)) for to, source in moves]
-        copy_slices(addresses, torch.get_num_threads())
-
-    def _lends(self, tensor: torch.Tensor) -> bool:
-        return any(file.lends(tensor) for file in self._files)
-
-    def close(self) -> None:
-        """Give what is still in use memory of its own."""
-        for file in self._files:
-            file.part()
+        copy_slices(addresses, self._threads)
 
 
-class FromFile:
-    """From files that are read a second time.
-
-    Args:
-        saved: each object's content, by name; changed in place.
-        places: live tensors that stand for saved ones, by the identity of these.
-        files: verified, each with where the content of these live tensors is in it.
-    """
-
-    def __init__(
-        self,
-        saved: dict[str, Any],
-        places: Mapping[int, torch.Tensor],
-        files: Sequence[tuple[HeldFile, Sequence[Room]]],
-    ) -> None:
-        self._saved, self._places, self._files = saved, places, files
-
-    def land(self) -> None:
-        """Read the live tensors."""
-        for file, rooms in self._files:
-            file.read(rooms)
-        _exchange(self._saved, self._places)
-
-    def close(self) -> None:
-        """Close the files."""
-        for file, _ in self._files:
-            file.close()
+def _copied(holder: object, saved: Any) -> Iterator[Any]:
+    """Yield the values of a saved state that an object copies when it takes them."""
+    if isinstance(holder, torch.nn.Module) and takes_plainly(holder) and isinstance(saved, Mapping):
+        yield from saved.values()
+    elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
+        params = [one for group in holder.param_groups for one in group["params"]]
+        for place, old, _ in entries_of(holder, saved):
+            if params[place].device.type != "cpu":
+                yield from (value for name, value in old.items() if name != "step")
 
 
 def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:

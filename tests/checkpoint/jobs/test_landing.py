@@ -1,4 +1,4 @@
-"""A file in the page cache is verified, then read once more to the tensors that live objects have."""
+"""What was verified comes to the tensors that live objects have, or to memory of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.load.in_place import places_for
+from outlast.checkpoint.load.landing import places_for
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.errors import CheckpointError, ExitCode, OutlastError
 from outlast.ipc.exchange import SoloExchange
 from tests.support.jobs import Job, checkpointer, save_steps
 
@@ -66,19 +65,16 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, lambda path: os.truncate(path, 100)])
-def test_a_file_that_changes_after_it_was_verified_is_refused(
+def test_a_file_that_changes_after_it_was_verified_changes_nothing(
     harm: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    """With an error that a restart answers: the next load finds the damage before it changes anything."""
     content = save_steps(tmp_path, 1, 2)
     job = Job(5)
     job.train()
     path = tmp_path / copy_name(2, 1) / FILE
     exchange = Harming(lambda: harm(path))
-    with pytest.raises(OutlastError) as caught:
-        checkpointer(tmp_path, generation=2, exchange=exchange).restore(job.state)
-    assert not isinstance(caught.value, CheckpointError)
-    assert caught.value.exit_code is ExitCode.FAILED
+    assert checkpointer(tmp_path, generation=2, exchange=exchange).restore(job.state) is not None
+    assert job.content() == content[2]
     anew = Job(6)
     restored = checkpointer(tmp_path, generation=3).restore(anew.state)
     assert restored is not None
