@@ -152,7 +152,7 @@ def described(value: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
         yield path, repr(value)
 
 
-def saved(folder: Path, state: dict[str, object]) -> None:
+def write_copy(folder: Path, state: dict[str, object]) -> None:
     """Save a state to disk, as generation 1."""
     saver = SaverProcess(folder / "memory", "", folder / "events.jsonl")
     about = (Identity("state", 1, 0, 1), SoloExchange(), CheckpointOptions(), SystemClock(), lambda _: None)
@@ -186,7 +186,7 @@ def outcome(case: dict[str, str], folder: Path) -> tuple[str, str]:
     for number in range(saved):
         first.step(number)
     try:
-        saved(folder, first.state)
+        write_copy(folder, first.state)
     except UsageError as error:
         return "refused", str(error)[:300]
     second = Run(case, 1)
