@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from outlast.checkpoint.content import memory
 from outlast.checkpoint.content.memory import address_of, as_tensor
 from outlast.checkpoint.save import mapping
 from outlast.checkpoint.save.buffers import Buffers
@@ -118,3 +120,19 @@ def test_a_file_is_not_cut_while_it_is_registered(
         buffers.give_back(buffer)
         del buffer
     assert driver.log == ["register on 3"] * 2 + ["unregister"] * 2 + ["cut", "register on 3"]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["this kernel", "an older kernel"])
+def test_all_pages_of_a_buffer_are_there_and_mapped(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PAGES_BYTES", 1 << 20)
+    if not known:
+        monkeypatch.setattr(memory, "_POPULATE_WRITE", 12345)  # EINVAL
+    nbytes = (5 << 20) + 4097
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.ftruncate(file.fileno(), nbytes)
+        mapped = mmap.mmap(file.fileno(), nbytes)
+        memory.populate(file.fileno(), mapped)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= nbytes
+        begin = f"{memory.address_of(mapped):x}-"
+        _, _, mine = Path("/proc/self/smaps").read_text().partition(f"\n{begin}")
+        assert int(mine.partition("Rss:")[2].split()[0]) << 10 >= nbytes

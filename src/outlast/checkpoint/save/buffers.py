@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from outlast.checkpoint.content.memory import populate
 from outlast.checkpoint.save.mapping import Mapping, current_device
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
+_PAUSE = 0.005  # seconds between two windows of a buffer that is made beside training
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
 
 
@@ -81,7 +83,7 @@ class Buffers:
                     return
                 path = pool / f".{os.urandom(8).hex()}"
                 try:
-                    self._map(path, nbytes)
+                    self._map(path, nbytes, _PAUSE)
                     os.rename(path, pool / path.name[1:])
                 except OSError:
                     path.unlink(missing_ok=True)
@@ -187,8 +189,8 @@ class Buffers:
             self._prepares = False
             self._mapped.clear()
 
-    def _map(self, path: Path, nbytes: int) -> Mapping:
-        """Set the size of a file, allocate its pages, and return its content."""
+    def _map(self, path: Path, nbytes: int, pause: float = 0.0) -> Mapping:
+        """Set the size of a file, allocate its pages, and return its content; see :func:`populate`."""
         descriptor = self._stage.open_buffer(path)
         try:
             status = os.fstat(descriptor)
@@ -198,9 +200,8 @@ class Buffers:
                 return known
             self._forget(status.st_ino)
             os.ftruncate(descriptor, nbytes)
-            os.posix_fallocate(descriptor, 0, max(nbytes, 1))
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            memory = Mapping(descriptor, nbytes, flags=flags)
+            memory = Mapping(descriptor, nbytes)
+            populate(descriptor, memory, pause)
             memory.register(self._device)
             if len(self._mapped) >= 2 * self._limit:
                 self._mapped.clear()
