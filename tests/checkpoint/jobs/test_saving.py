@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.manifest import COMMIT, copy_name
+from outlast.checkpoint.save import buffers
 from outlast.checkpoint.save.staging import Order
 from outlast.config import CheckpointOptions
 from tests.support.jobs import Job, checkpointer, save_steps, saving
+from tests.support.launching import until
 from tests.support.memory_nodes import Node
 from tests.support.mounts import mounted, needs_root
 
@@ -88,3 +90,33 @@ def test_a_save_that_works_again_starts_the_count_anew(node: Node) -> None:
             assert not saver.save(order(step), {"x": torch.ones(10**6)})
             assert saver.save(order(step + 1), state)
         node.cut_off(saver)
+
+
+def test_buffers_are_made_after_the_first_step_and_at_once_where_an_optimizer_has_its_state(
+    node: Node,
+) -> None:
+    """Before it the size is not known for certain, and the first step takes most memory of all."""
+    job = Job(0)
+    saver = node.join(job)
+    assert node.stage.free("0") == []
+    job.train()
+    until(lambda: len(node.stage.free("0")) == CheckpointOptions().buffers, "buffers after the first step")
+    assert job.optimizer._optimizer_step_post_hooks == {}
+    node.cut_off(saver)
+    trained, again = Job(1), Node(node.durable.parent / "again")
+    trained.train()
+    again.durable.parent.mkdir(exist_ok=True)
+    saver = again.join(trained)
+    until(lambda: len(again.stage.free("0")) == CheckpointOptions().buffers, "buffers at once")
+    again.cut_off(saver)
+
+
+def test_a_save_takes_the_buffer_that_is_being_made_and_more_are_made_after_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_REST", 1e6)  # for a window of any length; only a save ends it
+    job = Job(0, width=300)
+    saver = node.join(job)
+    job.train()
+    assert saver.save(order(1), job.state)
+    node.cut_off(saver)

@@ -46,7 +46,7 @@ def allocate(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def populate(descriptor: int, memory: mmap.mmap, pause: float = 0.0) -> None:
+def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object] = lambda _: None) -> None:
     """Allocate the pages of a file in memory and map them, in windows; threads of Python go on meanwhile.
 
     mmap.mmap(MAP_POPULATE) holds Python's lock to its end, 0.4 s a GiB, and the lock of the process's memory
@@ -55,7 +55,7 @@ def populate(descriptor: int, memory: mmap.mmap, pause: float = 0.0) -> None:
     Args:
         descriptor: of the file, which has its size.
         memory: all of it, shared.
-        pause: seconds between two windows.
+        rest: called after each window with the seconds that it took.
 
     Raises:
         OSError: there is no room.
@@ -64,12 +64,11 @@ def populate(descriptor: int, memory: mmap.mmap, pause: float = 0.0) -> None:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     address = address_of(memory)
     for begin in range(0, len(memory), _PAGES_BYTES):
-        nbytes = min(_PAGES_BYTES, len(memory) - begin)
+        nbytes, began = min(_PAGES_BYTES, len(memory) - begin), time.monotonic()
         os.posix_fallocate(descriptor, begin, nbytes)
         if libc.madvise(address + begin, nbytes, _POPULATE_WRITE):
             memory[begin : begin + nbytes : mmap.PAGESIZE]  # an older kernel maps what is read
-        if pause:
-            time.sleep(pause)
+        rest(time.monotonic() - began)
 
 
 def address_of(memory: mmap.mmap) -> int:

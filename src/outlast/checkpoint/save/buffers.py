@@ -7,6 +7,7 @@ once, and come back through the pool when the copy that they were part of is dro
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -21,7 +22,7 @@ from outlast.checkpoint.save.mapping import Mapping, current_device
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
-_PAUSE = 0.005  # seconds between two windows of a buffer that is made beside training
+_REST = 9.0  # nothing is done for so many times the duration of a window, where training goes on beside
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
 
 
@@ -60,6 +61,7 @@ class Buffers:
         self._limit = limit
         self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
         self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
+        self._awaited = threading.Event()  # a save waits for the buffer that is being made
         self._mapped: dict[int, Mapping] = {}  # by inode, since files go from folder to folder
         self._device: int | None = None
 
@@ -77,17 +79,33 @@ class Buffers:
         pool = self._pool
         pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a writer that is done may have removed them
         for _ in range(self._limit):
+            while self._awaited.is_set() and self._prepares:  # a save takes the one that has just been made
+                time.sleep(_POLL)
             with self._making:
                 have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
                 if have >= self._limit or not self._prepares:
                     return
                 path = pool / f".{os.urandom(8).hex()}"
                 try:
-                    self._map(path, nbytes, _PAUSE)
+                    self._map(path, nbytes, self._rest)
                     os.rename(path, pool / path.name[1:])
                 except OSError:
                     path.unlink(missing_ok=True)
                     raise
+
+    def _rest(self, took: float) -> None:
+        """Let training have the memory to itself after a window, until a save waits for the buffer.
+
+        Raises:
+            OSError: no more buffers are to be made.
+        """
+        self._awaited.wait(_REST * took)
+        if not self._prepares:
+            raise OSError(errno.ECANCELED, "no more buffers are made")
+
+    def _stop(self) -> None:
+        self._prepares = False
+        self._awaited.set()
 
     def claim(self, copy: str, nbytes: int, timeout: float, nudge: Callable[[], None]) -> Buffer | None:
         """Take a buffer for a copy; None when none came free in time.
@@ -110,7 +128,9 @@ class Buffers:
         path = folder / self._file
         if not self._has_room() and not self._await_room(began + timeout, nudge):
             return None
+        self._awaited.set()
         with self._making:  # one that is nearly there is sooner ready than another one
+            self._awaited.clear()
             self._take(path)
             try:
                 memory = self._map(path, nbytes)
@@ -172,8 +192,8 @@ class Buffers:
         Args:
             to: takes it; None: it is removed.
         """
+        self._stop()
         with self._making, contextlib.suppress(OSError):
-            self._prepares = False
             self._mapped.clear()
             if to is not None:
                 to._pool.mkdir(mode=0o700, exist_ok=True)
@@ -185,11 +205,11 @@ class Buffers:
 
     def close(self) -> None:
         """Unmap the buffers, which keep descriptors open; the files stay."""
+        self._stop()
         with self._making:
-            self._prepares = False
             self._mapped.clear()
 
-    def _map(self, path: Path, nbytes: int, pause: float = 0.0) -> Mapping:
+    def _map(self, path: Path, nbytes: int, rest: Callable[[float], object] = lambda _: None) -> Mapping:
         """Set the size of a file, allocate its pages, and return its content; see :func:`populate`."""
         descriptor = self._stage.open_buffer(path)
         try:
@@ -201,7 +221,7 @@ class Buffers:
             self._forget(status.st_ino)
             os.ftruncate(descriptor, nbytes)
             memory = Mapping(descriptor, nbytes)
-            populate(descriptor, memory, pause)
+            populate(descriptor, memory, rest)
             memory.register(self._device)
             if len(self._mapped) >= 2 * self._limit:
                 self._mapped.clear()

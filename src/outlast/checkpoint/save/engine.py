@@ -118,12 +118,30 @@ class Engine:
         self._end = self._stager.close
         shared_before = stage.has_pool(alike_pool(0)) and not self._compared
         if not shared_before:
-            self._stager.prepare(self._nbytes)  # else the first save would wait for the memory
+            self._prepare(state)
         if members.together is not None or meeting.parts_left:
             torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
             replicas = (stage.joined, *stage.replica_tiers())
             return replace(around, memory=stage.tier, replicas=replicas, torn=torn, threads=threads)
         return replace(around, memory=stage.tier, threads=threads)
+
+    def _prepare(self, state: Mapping[str, object]) -> None:
+        """Have buffers made in time for the first save: after the first step, which takes most of its memory.
+
+        Where an optimizer has its state by now, or there is none, they are made at once.
+        """
+        stager, nbytes = self._stager, self._nbytes
+        fresh = [one for one in state.values() if isinstance(one, torch.optim.Optimizer) and not one.state]
+        steppers = [one for optimizer in fresh for one in _torch_compat.steppers_of(optimizer)]
+        if not steppers:
+            stager.prepare(nbytes)
+            return
+
+        def begin(*_: object) -> None:
+            hook.remove()
+            stager.prepare(nbytes)
+
+        hook = steppers[-1].register_step_post_hook(begin)
 
     def _buffers_of(self, file: str) -> Buffers:
         found = Buffers(self._stage, self._members.session, file, self._limit)
