@@ -444,6 +444,6 @@ def test_ranks_do_not_wait_for_a_store_whose_host_was_killed_before_they_met(tmp
         until(lambda: is_gone(host), "the end of the store host")
         (tmp_path / "go").touch()
         assert run.finish() == 0, run.console()
-    (fault,) = run.records("fault_seen")
-    assert (fault["fault"], fault["rank"]) == ("crash", -1)
-    assert run.records("action_taken")[0]["action"] == "restart-in-job"
+    faults = [(one["fault"], one["rank"]) for one in run.records("fault_seen")]
+    assert ("crash", -1) in faults, "beside it perhaps a rank that has met it already"
+    assert [one["action"] for one in run.records("action_taken")] == ["restart-in-job", "stop"]
