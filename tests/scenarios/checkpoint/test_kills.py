@@ -16,10 +16,19 @@ from tests.support.launching import DEADLINE, SCRIPTS
 from tests.support.saved_steps import SCRIPT, killed, made, ran, said, steps_of, verified
 
 
-@pytest.mark.parametrize("kind", ["sound", pytest.param("damaged", marks=pytest.mark.long)])
-def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        ("sound", 7),
+        pytest.param("sound", 1, marks=pytest.mark.long),
+        pytest.param("damaged", 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_before_any_change_on_disk_leaves_a_whole_checkpoint(
+    kind: str, every: int, tmp_path: Path
+) -> None:
     """One rank restores (and quarantines), saves and prunes; it is killed at each point in turn."""
-    done = warm.run([SCRIPTS / "dying.py", tmp_path, kind], 240)
+    done = warm.run([SCRIPTS / "dying.py", tmp_path, kind, str(every)], 280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == [], done.stderr

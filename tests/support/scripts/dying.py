@@ -1,11 +1,12 @@
 """Kill a job with SIGKILL before each change that its checkpoint writer makes to the file system.
 
-    dying.py FOLDER {sound,damaged}
+    dying.py FOLDER {sound,damaged} EVERY
 
-A forked process restores and saves, and its writer, a process of its own, imports a file of this script as it
-starts: with that the profiler counts its changes, and just before the n-th both are killed, for n = 1, 2, ...
-until they survive. After each death a restore has to find a whole checkpoint: the newest on disk, or the one
-that was in memory. Prints all operations of the writer in order and what went wrong.
+A forked process restores and saves, and its writer, a process of its own, imports a file of this script as
+it starts: with that the profiler counts its changes, and just before the n-th both are killed, for n = 1,
+1 + EVERY, 1 + 2 * EVERY, ... until they survive. After each death a restore has to find a whole checkpoint:
+the newest on disk, or the one that was in memory. Prints all operations of the writer in order and what went
+wrong.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def whole(copy: Path) -> bool:
 
 
 def main() -> None:
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
+    folder, kind, every = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     make(folder / "before")  # here, so that forks need not import what it needs
     content = {int(step): held for step, held in json.loads((folder / "content").read_text()).items()}
@@ -135,7 +136,7 @@ def main() -> None:
     names = {"operations": repr(OPERATIONS), "changes": repr(CHANGES)}
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(**names))
     problems, operations, number = [], "", 0
-    for number in range(1, LIMIT):
+    for number in range(1, LIMIT, every):
         run = folder / "run"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(folder / "before", run)
