@@ -17,16 +17,14 @@ Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
 _HUGE_BYTES = 2 << 20
 _SLICE_BYTES = 8 << 20  # what a thread copies at a time
-_PAGES_BYTES = (
-    64 << 20
-)  # whose pages are made at a time: who maps or unmaps memory waits that long, some 20 ms
+_PAGES_BYTES = 64 << 20  # populated at a time; mmap and munmap of other threads wait for some 20 ms
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 
 
 def share_of_processors(ranks: int) -> int:
     """Return how many threads each of the ranks of a node may use while training stands still.
 
-    OMP_NUM_THREADS says how many train, which is one as a rule.
+    OMP_NUM_THREADS, 1 as a rule, is for training.
     """
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 

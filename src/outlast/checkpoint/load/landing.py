@@ -145,9 +145,7 @@ _MEMORY = "/dev/shm"
 
 
 class Source:
-    """The content of a safetensors file, of which parts are lent as tensors.
-
-    It is worth nothing before :meth:`fill`.
+    """The bytes of a safetensors file in memory. They are not valid before :meth:`fill`.
 
     Args:
         folder: the copy.
@@ -182,8 +180,8 @@ class Source:
         else:
             read_verified(folder, self._shard, content, threads)
 
-    def lend(self, begin: int, end: int) -> torch.Tensor:
-        """Return a range as bytes in a tensor; what is written to it does not come to the file."""
+    def view(self, begin: int, end: int) -> torch.Tensor:
+        """Return a range as a tensor of bytes. A write to it does not change the file."""
         if begin == end:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
@@ -208,7 +206,7 @@ class Landing:
 
     Args:
         state: the live objects.
-        saved: each one's content, by name; its tensors are lent, and are exchanged for others.
+        saved: the content of each, by name. Its tensors view files; others take their place.
         threads: that copy, the caller's included.
     """
 
@@ -218,8 +216,8 @@ class Landing:
     def land(self) -> None:
         """Copy to live tensors, or to memory of its own, except what the live objects copy themselves."""
         replaced = places_for(self._state, self._saved)
-        lent = {id(one): one for _, one in tensors_in(self._saved) if id(one) in replaced}
-        moves: list[_Move] = [(replaced[place], one) for place, one in lent.items()]
+        paired = {id(one): one for _, one in tensors_in(self._saved) if id(one) in replaced}
+        moves: list[_Move] = [(replaced[place], one) for place, one in paired.items()]
         for name, holder in self._state.items():
             content = self._saved[name]
             kept = {id(one): one for _, one in tensors_in(content) if id(one) not in replaced}

@@ -158,7 +158,7 @@ def _as_saved(
     """Return what a rank gets of its own files."""
     files = [(shard, Source(folder, shard, near)) for shard in rank_file.shards]
     memory = {
-        key: file.lend(entry.begin, entry.end)
+        key: file.view(entry.begin, entry.end)
         for shard, file in files
         for key, entry in shard.tensors.items()
     }

@@ -129,15 +129,16 @@ class Buffers:
         if not self._has_room() and not self._await_room(began + timeout, nudge):
             return None
         self._awaited.set()
-        with self._making:  # one that is nearly there is sooner ready than another one
-            self._awaited.clear()
-            self._take(path)
-            try:
+        try:
+            with self._making:  # one that is nearly there is sooner ready than another one
+                self._take(path)
                 memory = self._map(path, nbytes)
-            except OSError as error:
-                path.unlink(missing_ok=True)
-                error.filename = str(path)
-                raise
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            error.filename = str(path)
+            raise
+        finally:
+            self._awaited.clear()
         if any(_size(free) > nbytes for free in self._stage.free(self._name)):
             _beside(lambda: self._cut(nbytes))
         return Buffer(path, memory, time.monotonic() - began)
