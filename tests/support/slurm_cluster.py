@@ -17,7 +17,9 @@ PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NODES = 2
 
-# A requeued job waits for cred_expire (5 is the least); SIGKILL comes KillWait after SIGTERM.
+# A requeued job waits for cred_expire (5 is the least); SIGKILL comes KillWait after SIGTERM. A node that an
+# administrator sets down stays down: back at once, it would still run the job that Slurm gives it again, and
+# Slurm would hold that job ("Duplicate jobid").
 CONFIGURATION = """
 ClusterName=outlast
 SlurmctldHost={host}(127.0.0.1)
@@ -44,7 +46,7 @@ SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd.%n.log
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
-ReturnToService=2
+ReturnToService=1
 JobRequeue=0
 KillWait=10
 MinJobAge=600

@@ -41,8 +41,11 @@ class Job:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def shows(self, text: str, times: int = 1) -> None:
-        what = f"{text!r} {times} times in:\n"
-        until(lambda: self.output().count(text) >= times, lambda: what + self.output())
+        def what() -> str:
+            now = self.cluster.job(self.id)
+            return f"{text!r} {times} times; {now['JobState']}, {now['Reason']}; output:\n{self.output()}"
+
+        until(lambda: self.output().count(text) >= times, what)
 
     def ends(self) -> dict[str, str]:
         """Wait for the end of the job and return its fields."""
