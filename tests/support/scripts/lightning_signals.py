@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import sys
 
@@ -9,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+faulthandler.dump_traceback_later(60)  # it did not end within 90 s once
 
 
 class Looking(pl.Callback):
