@@ -87,6 +87,20 @@ class Checkpointer:
         """Save, and return when the step is on disk, or lost; see :meth:`stage`."""
         return self.stage(order, state) and self.durable(order.step)
 
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Begin to make buffers, after the first step: by then the size of the state is known."""
+        self._engine.prepare(LiveState(state))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a save of this rank need not wait for the pages of a buffer."""
+        return self._engine.ready
+
+    @property
+    def buffers(self) -> int:
+        """How many buffers a rank has at most."""
+        return self._engine.buffers
+
     def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Return what has changed since this process saved a step; nothing where it has not saved it."""
         return self._engine.changed(step, state)

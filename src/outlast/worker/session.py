@@ -20,7 +20,7 @@ from outlast.agreement.policy.votes import Flag, StepAction, StepOutcome
 from outlast.agreement.worker.after_step import AfterStep
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.load.restorer import Restored
-from outlast.checkpoint.policy.cadence import NextSave
+from outlast.checkpoint.policy.cadence import NextSave, PutOff
 from outlast.checkpoint.policy.manifest import is_training, some
 from outlast.checkpoint.policy.resolve import marks_for
 from outlast.checkpoint.save.engine import MemorySaves
@@ -172,6 +172,7 @@ class Session:
         interval = options.non_persistent_save_interval
         began = self._clock.monotonic()
         self._in_memory = MemorySaves(interval, context.restart_count, options.timeout, began)
+        self._put_off = PutOff(0, None, None)
         self._after: AfterStep | None = None
         self._guard: Guard | None = None
         self._listener = preemption_worker.install(preemption_options)
@@ -307,6 +308,10 @@ class Session:
         with self._page.section("checkpointing"):
             found = self._checkpointer.restore(self._loadable, self._context.avoid)
         self._completed = self._saved_step = 0 if found is None else found.step
+        options = self._options
+        self._put_off = PutOff(
+            self._checkpointer.buffers, options.save_interval, options.save_interval_seconds
+        )
         self._training.completed = self._completed
         self._underway.begin()
         if found is None:
@@ -452,11 +457,14 @@ class Session:
         now = self._clock.monotonic()
         if self._step_began:
             self._in_memory.trained(now - self._step_began)
-        if self._after is not None and self._cadence.overdue(now):
+        if self._after is not None and self._put_off.due is None and self._cadence.overdue(now):
             self._after.save_is_due()
         page.learning = self._steps_here > self._context.num_warmup_iterations
         if self._steps_here == 1:
             page.mark("first_step")
+            if self._checkpointer is not None:
+                with page.section("checkpointing"):
+                    self._checkpointer.prepare(self._underway.state(self._state))
         return self._checkpointer is not None and self._ends_after_step(self._checkpointer, total)
 
     def _end_loop(self) -> None:
@@ -488,16 +496,19 @@ class Session:
             if self._owed:
                 self._require_all("")
                 self._save(self._owed)
-            elif self._cadence.due(self._completed):
-                self._save_or_agree()
             else:
-                self._save_in_memory(checkpointer)
+                self._save_what_is_due(checkpointer)
+            return False
+        if action.do is StepOutcome.SAVE and not (action.reason or action.hold):
+            assert self._after is not None
+            self._put_off.is_due(True, self._cadence.every_so_often, self._completed, self._clock.monotonic())
+            self._save_unless_put_off(checkpointer)
+            self._after.saved()
             return False
         if action.do is StepOutcome.GIVE_BACK:
             self._give_back(action)
         else:
-            why = action.reason or self._cadence.every_so_often
-            saved = self._save(why, wait=action.hold or action.do is StepOutcome.STOP)
+            saved = self._save(action.reason, wait=action.hold or action.do is StepOutcome.STOP)
             if saved and action.hold and action.do is StepOutcome.SAVE and self._after is not None:
                 self._after.hold(self._completed)
         return action.do is not StepOutcome.SAVE
@@ -517,6 +528,7 @@ class Session:
         self._completed = self._saved_step = found.step
         self._staged_step = self._asked_in = -1
         self._owed = ""
+        self._put_off.begin()
         self._underway.begin()
         self._cadence.begin(self._completed, self._clock.monotonic())
         self._after.rolled_back(self._completed)
@@ -643,6 +655,7 @@ class Session:
 
     def _save_state(self, to: Checkpointer, why: str, durable: bool, urgent: bool = False) -> bool:
         interrupt.check()  # after an abort the state may be undefined
+        self._put_off.saved()
 
         def save() -> bool:
             state, order = (
@@ -657,13 +670,40 @@ class Session:
             return save()
         return self._after.watched(self._completed, save)
 
-    def _save_in_memory(self, checkpointer: Checkpointer) -> None:
-        """Save for the memory tier alone, when that is due."""
-        if not self._options.async_save or not self._in_memory.due(self._completed):
+    def _save_what_is_due(self, checkpointer: Checkpointer) -> None:
+        """Make the save that is due after this step, or was put off before."""
+        step, now = self._completed, self._clock.monotonic()
+        if self._cadence.due(step):
+            if self._cadence.measuring:
+                self._settle()
+            else:
+                self._put_off.is_due(True, self._cadence.reason, step, now)
+        elif self._options.async_save and self._in_memory.due(step):
+            self._put_off.is_due(False, self._in_memory.reason, step, now)
+        self._save_unless_put_off(checkpointer)
+
+    def _save_unless_put_off(self, checkpointer: Checkpointer) -> None:
+        """Make the save that is due, as soon as all ranks have a buffer for it."""
+        put_off, step, now = self._put_off, self._completed, self._clock.monotonic()
+        due = put_off.due
+        if due is None:
             return
+        if put_off.compares(step):
+            answer = put_off.answer(checkpointer.ready, step, now)
+            with self._page.section("checkpointing"):
+                put_off.compared(checkpointer.exchange.gather("ready", answer, self._options.timeout), step)
+        if put_off.put_off(step):
+            return
+        if due.durable:
+            self._save(due.since(step, now))
+        else:
+            self._save_in_memory(checkpointer, due.since(step, now))
+
+    def _save_in_memory(self, checkpointer: Checkpointer, why: str) -> None:
+        """Save for the memory tier alone."""
         with self._page.section("checkpointing"):
             began = self._in_memory.settle(self._clock.monotonic)
-            self._save_state(checkpointer, self._in_memory.reason, durable=False)
+            self._save_state(checkpointer, why, durable=False)
             now = self._clock.monotonic()
             self._in_memory.saved(now - began, checkpointer.exchange, now)
         self._page.touch()
@@ -734,12 +774,6 @@ class Session:
                 self._total,
                 another,
             )
-
-    def _save_or_agree(self) -> None:
-        if self._cadence.measuring:
-            self._settle()
-        else:
-            self._save(self._cadence.reason)
 
     def _settle(self) -> None:
         """Agree on the next save; rank 0's clock counts, since no two clocks agree."""

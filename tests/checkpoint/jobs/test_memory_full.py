@@ -133,6 +133,7 @@ def test_a_save_that_is_due_on_disk_waits_for_room_in_memory(node: Node, small: 
     saver = node.join(job, buffers=2)
     content = train_and_save(saver, job, range(1, 2), lambda _: True)
     assert saver.durable(1)
+    saver.prepare(job.state)
     until(lambda: len(node.stage.free("0")) > 0, "a free buffer")
     if inodes:
         subprocess.run(["mount", "-o", "remount,nr_inodes=64", str(small)], check=True)
@@ -168,6 +169,7 @@ def test_a_rank_that_waits_for_what_waits_for_room_says_so(node: Node, small: Pa
     saver.restore(job.state)
     train_and_save(saver, job, range(1, 2), lambda _: True)
     assert saver.durable(1)
+    saver.prepare(job.state)
     until(lambda: len(node.stage.free("0")) > 0, "a free buffer")
     timer = emptied(fill(small))
     began = time.monotonic()

@@ -168,6 +168,18 @@ def test_memory_that_may_not_be_committed_is_removed_when_the_job_went_on_elsewh
     assert not pair.memory.root.exists()
 
 
+def test_a_rank_that_saves_after_the_owner_has_gone_leaves_nothing_in_memory(pair: Pair) -> None:
+    """Without a launcher nobody is there who would remove it: the owner is local rank 0."""
+    jobs = [Job(0), Job(1)]
+    savers = pair.join(jobs)
+    save(savers, jobs, 1)
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
+    assert not pair.memory.root.exists()
+    assert not savers[1].stage(Order(2, False, "a test"), jobs[1].state)
+    assert not pair.memory.root.exists()
+
+
 def test_ranks_that_come_while_the_memory_folder_is_removed_are_served_all_the_same(pair: Pair) -> None:
     over = threading.Event()
 

@@ -11,7 +11,9 @@ from outlast.checkpoint.policy.cadence import (
     MOST_AHEAD,
     PRIOR_FAULTS,
     PRIOR_MTBF,
+    Due,
     NextSave,
+    PutOff,
     best_steps,
     fault_rate,
 )
@@ -150,3 +152,59 @@ def test_the_documents_tell_the_interval_before_the_first_fault(cost: float, sec
     assert found == pytest.approx(seconds, rel=0.05)
     text = (ROOT / "docs" / "how-to" / "save.md").read_text(encoding="utf-8")
     assert f"every {seconds} s where" in text
+
+
+@pytest.mark.parametrize(
+    ("ready_at", "interval", "seconds", "a_step", "saved"),
+    [
+        ((0, 0), None, 600.0, 1.0, 10),
+        ((0, 13), None, 600.0, 1.0, 14),
+        ((12, 11), None, 600.0, 1.0, 12),
+        ((10**6, 0), None, 600.0, 1.0, 70),  # a minute
+        ((10**6, 0), None, 600.0, 0.01, 6010),
+        ((10**6, 0), None, 600.0, 100.0, 11),
+        ((10**6, 0), None, 5.0, 1.0, 15),  # the time between two saves on disk
+        ((10**6, 0), 10, None, 1.0, 20),
+        ((10**6, 10**6), 4, None, 100.0, 11),
+    ],
+)
+def test_a_save_is_put_off_until_all_ranks_are_ready_for_a_while(
+    ready_at: tuple[int, ...], interval: int | None, seconds: float | None, a_step: float, saved: int
+) -> None:
+    """The clocks of the ranks differ; that of the first one counts."""
+    ranks = [PutOff(3, interval, seconds) for _ in ready_at]
+    for step in range(10, 10_000):
+        clocks = [step * a_step * (1 + 9 * number) for number in range(len(ranks))]
+        if step == 10:
+            for one, now in zip(ranks, clocks, strict=True):
+                one.is_due(False, "memory", step, now)
+        compare = {one.compares(step) for one in ranks}
+        assert len(compare) == 1
+        if compare == {True}:
+            answers = [
+                one.answer(step >= ready, step, now)
+                for one, ready, now in zip(ranks, ready_at, clocks, strict=True)
+            ]
+            for one in ranks:
+                one.compared(answers, step)
+        put_off = {one.put_off(step) for one in ranks}
+        assert len(put_off) == 1
+        if put_off == {False}:
+            break
+    assert step == saved
+    reasons = {one.due.since(step, now) for one, now in zip(ranks, clocks[:1] * 2, strict=True) if one.due}
+    assert all("memory" in one for one in reasons)
+
+
+def test_what_is_due_on_disk_replaces_what_is_due_in_memory_and_a_save_ends_both() -> None:
+    found = PutOff(1, None, 60.0)
+    found.is_due(True, "disk", 3, 0.0)
+    found.is_due(False, "memory", 4, 1.0)
+    assert found.due == Due(True, "disk", 3, 0.0)
+    found.saved()
+    assert found.due is None
+    found.is_due(False, "memory", 5, 2.0)
+    found.is_due(True, "disk", 6, 3.0)
+    assert found.due == Due(True, "disk", 5, 2.0)
+    assert not found.compares(6)  # as many were saved as there are buffers
+    assert not found.put_off(6)

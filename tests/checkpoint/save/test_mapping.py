@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,12 @@ import torch
 
 from outlast.checkpoint.content import memory
 from outlast.checkpoint.content.memory import address_of, as_tensor
+from outlast.checkpoint.save import buffers as module
 from outlast.checkpoint.save import mapping
-from outlast.checkpoint.save.buffers import Buffers
+from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.mapping import Mapping
 from outlast.checkpoint.tiers.memory_folder import Stage
+from tests.support.launching import until
 
 _PAGE = mmap.PAGESIZE
 
@@ -95,31 +97,100 @@ def test_memory_that_the_driver_does_not_take_as_a_whole_is_used_all_the_same(dr
     assert not driver.parts
 
 
-def test_a_file_is_not_cut_while_it_is_registered(
-    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def buffers(tmp_path: Path) -> Iterator[Callable[[int], Buffers]]:
+    """Make buffers, of which there are so many at most; they are closed at the end."""
+    made: list[Buffers] = []
+
+    def make(limit: int) -> Buffers:
+        stage = Stage(tmp_path, private=True)
+        stage.make()
+        made.append(Buffers(stage, "session", "rank-00000-of-00001.safetensors", limit))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        until(lambda one=one: not one._beside, "the end of its thread")
+
+
+def claimed(buffers: Buffers, copy: str, nbytes: int) -> Buffer:
+    found = buffers.claim(copy, nbytes, 5.0, lambda: None)
+    assert found is not None
+    assert found.path.stat().st_size == nbytes
+    return found
+
+
+def test_nothing_is_registered_of_what_is_cut_off_a_file(
+    driver: Driver, buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truncate = os.ftruncate
+    mapped: list[int] = []
 
     def cut(descriptor: int, nbytes: int) -> None:
         if nbytes < os.fstat(descriptor).st_size:
-            assert not driver.parts
+            assert all(begin + size <= mapped[0] + nbytes for begin, size in driver.parts.items())
             driver.log.append("cut")
         truncate(descriptor, nbytes)
 
     monkeypatch.setattr(os, "ftruncate", cut)
-    stage = Stage(tmp_path, private=True)
-    stage.make()
-    buffers = Buffers(stage, "session", "rank-00000-of-00001.safetensors", 1)
-    buffers.prepare(3 * _PAGE)  # before the rank has used a device
+    pool = buffers(1)
+    pool.prepare(5 * _PAGE)  # before the rank has used a device
     assert not driver.parts
-    for nbytes in (3 * _PAGE, _PAGE):
-        buffer = buffers.claim("step-1", nbytes, 5.0, lambda: None)
-        assert buffer is not None
-        assert next(iter(driver.parts)) == address_of(buffer.memory)
-        assert sum(driver.parts.values()) == nbytes
-        buffers.give_back(buffer)
+    kept = {5: 5, 3: 2, 4: 4}  # pages that are registered of a buffer of so many
+    for pages, registered in kept.items():
+        buffer = claimed(pool, "step-1", pages * _PAGE)
+        mapped[:] = [address_of(buffer.memory)]
+        assert sum(driver.parts.values()) == registered * _PAGE
+        pool.give_back(buffer)
         del buffer
-    assert driver.log == ["register on 3"] * 2 + ["unregister"] * 2 + ["cut", "register on 3"]
+    grown = ["unregister", *["register on 3"] * 2]
+    assert driver.log == [*["register on 3"] * 3, *["unregister"] * 2, "cut", *grown]
+
+
+def hidden(buffers: Buffers) -> list[Path]:
+    return list(buffers._pool.glob(".*"))
+
+
+def test_a_save_waits_for_a_buffer_only_where_there_is_no_other(
+    buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that makes buffers rests for years after each window, until a save waits."""
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    monkeypatch.setattr(module, "_REST", 1e9)
+    pool = buffers(2)
+    pool.prepare_beside(_PAGE)
+    until(lambda: hidden(pool), "the first buffer")
+    assert not pool.ready
+    first = claimed(pool, "step-1", _PAGE)
+    until(lambda: hidden(pool), "the second buffer")
+    assert not pool.ready
+    pool.give_back(first)
+    assert pool.ready
+    assert claimed(pool, "step-2", _PAGE).memory is first.memory
+    assert hidden(pool)
+    assert claimed(pool, "step-3", _PAGE).memory is not first.memory
+    assert pool.claim("step-4", _PAGE, 0.0, lambda: None) is None
+
+
+def test_buffers_of_a_process_that_was_killed_are_used_again(
+    driver: Driver, buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is whole, and one was being made; a save may come before they are mapped and registered."""
+    monkeypatch.setattr(module, "_AGAIN", 0.01)
+    buffers(2).prepare(4 * _PAGE)
+    pool = buffers(2)
+    _, begun = pool._pool.iterdir()
+    os.truncate(begun.rename(begun.with_name(f".{begun.name}")), _PAGE)
+    inodes = {one.stat().st_ino for one in pool._pool.iterdir()}
+    assert pool.ready
+    pool.prepare_beside(4 * _PAGE)
+    found = [claimed(pool, f"step-{step}", 4 * _PAGE) for step in range(2)]
+    assert {one.path.stat().st_ino for one in found} == inodes
+    assert all(one.path.stat().st_blocks * 512 == 4 * _PAGE for one in found)
+    for one in found:
+        pool.give_back(one)
+    until(lambda: sum(driver.parts.values()) == 8 * _PAGE, "all memory to be registered")
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["this kernel", "an older kernel"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -56,13 +57,16 @@ def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object]
         rest: called after each window with the seconds that it took.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no room; or the script has closed the descriptor.
     """
+    status = os.fstat(descriptor)
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     address = address_of(memory)
     for begin in range(0, len(memory), _PAGES_BYTES):
         nbytes, began = min(_PAGES_BYTES, len(memory) - begin), time.monotonic()
+        if not os.path.samestat(status, os.fstat(descriptor)):  # its number is that of a file of the script
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         os.posix_fallocate(descriptor, begin, nbytes)
         if libc.madvise(address + begin, nbytes, _POPULATE_WRITE):
             memory[begin : begin + nbytes : mmap.PAGESIZE]  # an older kernel maps what is read

@@ -1,4 +1,5 @@
-"""When a state is saved: the interval of saves in memory, and the step of the next save on disk.
+"""When a state is saved: the interval of saves in memory, the step of the next save on disk, and which saves
+are put off.
 
 Saves in memory: the interval is J. W. Young's (1974), the square root of twice the cost over the rate of
 faults. The loss is flat around it: twice or half of it costs a quarter more. The rate is estimated with a
@@ -15,6 +16,7 @@ measured they meet once after ``MEASURE_STEPS`` steps without saving.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 FIRST_STEPS = 10  # before anything was measured
 NO_COST = 1e-3  # a save for which nobody waits still takes from the machine
@@ -113,3 +115,89 @@ class NextSave:
             self._timed = step + (min(ahead, MOST_AHEAD) if self.measuring else ahead)
         self._anchor = (step, now)
         self.measuring = False
+
+
+PATIENCE = 60.0  # seconds for which a save is put off at most
+
+
+@dataclass(frozen=True)
+class Due:
+    """A save that is due, and not made yet.
+
+    Args:
+        durable: it goes to disk, too.
+        reason: one sentence for the event log.
+        step: after which it was due.
+        at: when it was due, by the clock of this rank.
+    """
+
+    durable: bool
+    reason: str
+    step: int
+    at: float
+
+    def since(self, step: int, now: float) -> str:
+        """Return the reason of the save once it is made."""
+        if step == self.step:
+            return self.reason
+        return f"{self.reason}; put off by {now - self.at:.1f} s from step {self.step}, for want of a buffer"
+
+
+class PutOff:
+    """Puts off saves until all ranks have a buffer with its pages; after the same step on all of them.
+
+    The ranks compare whether they are ready; the first one chooses the step after which they do so again,
+    twice as long after the save was due. Once as many saves were made as there are buffers, each save finds
+    one that was used before, and nothing is compared any more.
+
+    Args:
+        buffers: of a rank.
+        interval: steps between two saves on disk; None: they come by time.
+        seconds: between two saves on disk; None: they come by steps.
+    """
+
+    def __init__(self, buffers: int, interval: int | None, seconds: float | None) -> None:
+        self._left = buffers
+        self._steps = math.inf if interval is None else interval
+        self._patience = PATIENCE if seconds is None else min(PATIENCE, seconds)
+        self._compares = 0
+        self.due: Due | None = None
+
+    def is_due(self, durable: bool, reason: str, step: int, now: float) -> None:
+        """Note a save that is due; one on disk replaces one in memory."""
+        due = self.due
+        if due is None:
+            self.due, self._compares = Due(durable, reason, step, now), step
+        elif durable and not due.durable:
+            self.due = Due(True, reason, due.step, due.at)
+
+    def compares(self, step: int) -> bool:
+        """Return whether the ranks compare whether they are ready after this step."""
+        return self._left > 0 and step >= self._compares
+
+    def answer(self, ready: bool, step: int, now: float) -> str:
+        """Return whether this rank is ready, and in how many steps to compare again; 0: not again, save."""
+        due = self.due
+        assert due is not None, "something is due where ranks compare"
+        passed, steps = now - due.at, step - due.step
+        if passed >= self._patience or steps >= self._steps:
+            return f"{int(ready)} 0"
+        again = min(passed, self._patience - passed) * steps / max(passed, 1e-6)
+        return f"{int(ready)} {max(1, round(min(again, self._steps - steps)))}"
+
+    def compared(self, answers: list[str], step: int) -> None:
+        """Note the answers of all ranks."""
+        again = int(answers[0].partition(" ")[2])
+        self._compares = step if all(one[0] == "1" for one in answers) else step + again
+
+    def put_off(self, step: int) -> bool:
+        """Return whether nothing is saved after this step, though it is due."""
+        return self._left > 0 and step < self._compares
+
+    def saved(self) -> None:
+        """Note a save of all ranks."""
+        self._left, self.due = max(0, self._left - 1), None
+
+    def begin(self) -> None:
+        """Go on from an older step: nothing is due."""
+        self.due = None

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,10 @@ from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
 _REST = 9.0  # nothing is done for so many times the duration of a window, where training goes on beside
+_AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
+_AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
+_BLOCK = 512  # bytes; st_blocks counts in them
 
 
 @dataclass(frozen=True)
@@ -57,41 +60,96 @@ class Buffers:
         self._file = file
         self._name = pool_of(file)
         self._pool = stage.pool / self._name
-        self._prepares = True
         self._limit = limit
         self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
-        self._making = threading.Lock()  # else claim() and prepare() would make one more than allowed
-        self._awaited = threading.Event()  # a save waits for the buffer that is being made
+        self._changed = threading.Condition()  # of what follows
+        self._prepares = True
+        self._making = False  # a buffer is made, or mapped; one at a time
         self._mapped: dict[int, Mapping] = {}  # by inode, since files go from folder to folder
+        self._awaited = threading.Event()  # a save waits for the buffer that is being made
+        self._beside = False  # a thread prepares buffers while training goes on
+        self._lacking = False  # it has still some to make
         self._device: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a save need not wait for the pages of a buffer."""
+        return not self._lacking or any(not _is_hidden(free) for free in self._stage.free(self._name))
 
     def prepare_beside(self, nbytes: int) -> None:
         """Begin to fill the pool with buffers of a size, as far as there is room."""
         self._device = current_device()  # not that of the thread, which would be the first one
-        _beside(lambda: self.prepare(nbytes))
+        self._beside, self._lacking = True, nbytes > _AT_ONCE
+
+        def work() -> None:
+            try:
+                self.prepare(nbytes)
+            finally:
+                self._beside = self._lacking = False
+
+        _start(work)
 
     def prepare(self, nbytes: int) -> None:
-        """Fill the pool with buffers of a size.
+        """Map the buffers in the pool, and fill it with new ones of a size.
 
         Raises:
             OSError: there is no room for them.
         """
         pool = self._pool
         pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a writer that is done may have removed them
-        for _ in range(self._limit):
-            while self._awaited.is_set() and self._prepares:  # a save takes the one that has just been made
-                time.sleep(_POLL)
-            with self._making:
-                have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
-                if have >= self._limit or not self._prepares:
-                    return
-                path = pool / f".{os.urandom(8).hex()}"
+        for free in self._stage.free(self._name):
+            self._fill(free, nbytes)
+        while self._fill(None, nbytes):
+            pass
+        self._lacking = False
+        while self._prepares and self._unregistered():  # saves took them before they were mapped here
+            time.sleep(_AGAIN)
+            for free in self._stage.free(self._name):
+                self._fill(free, nbytes)
+
+    def _unregistered(self) -> bool:
+        with self._changed:
+            return self._device is not None and any(not one.tried for one in self._mapped.values())
+
+    def _fill(self, path: Path | None, nbytes: int) -> bool:
+        """Make a buffer beside training, or map one; meanwhile its name is hidden, and no save takes it.
+
+        Args:
+            path: of one in the pool; None: a new one.
+            nbytes: its size.
+
+        Returns:
+            Whether there was one to map, or one less than may be.
+        """
+        hidden = self._pool / f".{os.urandom(8).hex() if path is None else path.name.lstrip('.')}"
+        with self._changed:
+            while self._making:
+                self._changed.wait(_AGAIN)
+            have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
+            if not self._prepares or (path is None and have >= self._limit):
+                return False
+            if path not in (None, hidden):
                 try:
-                    self._map(path, nbytes, self._rest)
-                    os.rename(path, pool / path.name[1:])
-                except OSError:
-                    path.unlink(missing_ok=True)
-                    raise
+                    os.rename(path, hidden)
+                except FileNotFoundError:  # a save has taken it
+                    return False
+            self._making = True
+        try:
+            self._map(hidden, nbytes, self._rest, self._device)
+            os.rename(hidden, self._pool / hidden.name[1:])
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                hidden.unlink() if path in (None, hidden) else os.rename(hidden, path)
+            raise
+        finally:
+            self._end_making()
+        return True
+
+    def _end_making(self) -> None:
+        with self._changed:
+            self._making = False
+            self._awaited.clear()  # for the next one, a save that waits asks again
+            self._changed.notify_all()
 
     def _rest(self, took: float) -> None:
         """Let training have the memory to itself after a window, until a save waits for the buffer.
@@ -104,8 +162,12 @@ class Buffers:
             raise OSError(errno.ECANCELED, "no more buffers are made")
 
     def _stop(self) -> None:
+        """Make no more buffers beside training, and wait until none is being made."""
         self._prepares = False
         self._awaited.set()
+        with self._changed:
+            while self._making:
+                self._changed.wait(_AGAIN)
 
     def claim(self, copy: str, nbytes: int, timeout: float, nudge: Callable[[], None]) -> Buffer | None:
         """Take a buffer for a copy; None when none came free in time.
@@ -128,19 +190,25 @@ class Buffers:
         path = folder / self._file
         if not self._has_room() and not self._await_room(began + timeout, nudge):
             return None
-        self._awaited.set()
+        makes = False
         try:
-            with self._making:  # one that is nearly there is sooner ready than another one
-                self._take(path)
-                memory = self._map(path, nbytes)
+            with self._changed:
+                while not (self._take(path) or makes):
+                    if self._making:  # what is being made is sooner ready than another one
+                        self._awaited.set()
+                        self._changed.wait(_AGAIN)
+                    else:
+                        makes = self._making = True
+            memory = self._map(path, nbytes, device=self._device if makes or not self._beside else None)
         except OSError as error:
             path.unlink(missing_ok=True)
             error.filename = str(path)
             raise
         finally:
-            self._awaited.clear()
+            if makes:
+                self._end_making()
         if any(_size(free) > nbytes for free in self._stage.free(self._name)):
-            _beside(lambda: self._cut(nbytes))
+            _start(lambda: self._cut(nbytes))
         return Buffer(path, memory, time.monotonic() - began)
 
     def _has_room(self) -> bool:
@@ -162,42 +230,39 @@ class Buffers:
             os.rename(buffer.path, self._pool / os.urandom(8).hex())
             buffer.path.parent.rmdir()  # where no other rank stages, too
 
-    def _take(self, path: Path) -> None:
-        """Take a buffer out of the pool if there is one."""
-        for free in self._stage.free(self._name):
-            if not free.name.startswith("."):
-                os.rename(free, path)
-                return
+    def _take(self, path: Path) -> bool:
+        """Take a buffer out of the pool, rather one that is mapped; return whether there was one."""
+        free = [one for one in self._stage.free(self._name) if not (self._making and _is_hidden(one))]
+        if free:
+            os.rename(min(free, key=lambda one: one.lstat().st_ino not in self._mapped), path)
+        return bool(free)
 
     def _cut(self, nbytes: int) -> None:
-        """Give back the memory of free buffers beyond the size that is needed by now."""
+        """Release the memory of free buffers beyond the size that is needed by now."""
         for free in self._stage.free(self._name):
-            with self._making:  # for one at a time: a claim may wait
-                if _size(free) > nbytes:
-                    descriptor = self._stage.open_buffer(free)
-                    try:
-                        self._forget(os.fstat(descriptor).st_ino)
-                        os.ftruncate(descriptor, nbytes)
-                    finally:
-                        os.close(descriptor)
+            with self._changed:  # for one at a time: a claim may wait
+                if not _is_hidden(free) and _size(free) > nbytes:
+                    with self._opened(free) as (descriptor, _):
+                        self._shorten(descriptor, nbytes)
 
-    def _forget(self, inode: int) -> None:
-        """Let go of the mapping of a file that is about to be cut."""
-        known = self._mapped.pop(inode, None)
+    def _shorten(self, descriptor: int, nbytes: int) -> None:
+        known = self._mapped.get(os.fstat(descriptor).st_ino)
         if known is not None:
-            known.unregister()
+            known.shorten(nbytes)
+        os.ftruncate(descriptor, nbytes)
 
     def hand_over(self, to: Buffers | None) -> None:
-        """Give the free buffers to another pool, or remove them; this rank needs few of them from now on.
+        """Move the free buffers to another pool, or remove them; this rank needs few of them from now on.
 
         Args:
             to: takes it; None: it is removed.
         """
         self._stop()
-        with self._making, contextlib.suppress(OSError):
-            self._mapped.clear()
+        with self._changed, contextlib.suppress(OSError):
             if to is not None:
+                to._mapped.update(self._mapped)
                 to._pool.mkdir(mode=0o700, exist_ok=True)
+            self._mapped.clear()
             for free in self._stage.free(self._name):
                 if to is None:
                     free.unlink()
@@ -207,32 +272,61 @@ class Buffers:
     def close(self) -> None:
         """Unmap the buffers, which keep descriptors open; the files stay."""
         self._stop()
-        with self._making:
+        with self._changed:
             self._mapped.clear()
 
-    def _map(self, path: Path, nbytes: int, rest: Callable[[float], object] = lambda _: None) -> Mapping:
-        """Set the size of a file, allocate its pages, and return its content; see :func:`populate`."""
+    def _map(
+        self,
+        path: Path,
+        nbytes: int,
+        rest: Callable[[float], object] | None = None,
+        device: int | None = None,
+    ) -> Mapping:
+        """Set the size of a file, see that it has its pages, and return its content.
+
+        Args:
+            path: of the file, which nobody else takes meanwhile.
+            nbytes: its size.
+            rest: called after each window of :func:`populate`; None: a copy follows at once, which maps the
+                pages that are there sooner than this.
+            device: for which the memory is registered; None: it is not, or later.
+        """
+        with self._opened(path) as (descriptor, status):
+            with self._changed:
+                known = self._mapped.get(status.st_ino)
+                if known is not None and known.valid >= nbytes:
+                    if status.st_size > nbytes:
+                        self._shorten(descriptor, nbytes)
+                elif known is not None:
+                    self._mapped.pop(status.st_ino).unregister()
+                    known = None
+            if known is None:
+                os.ftruncate(descriptor, nbytes)
+                known = Mapping(descriptor, nbytes)
+                known.valid = nbytes
+                if rest is not None or status.st_blocks * _BLOCK < nbytes:
+                    populate(descriptor, known, rest or (lambda _: None))
+            known.register(device)
+            with self._changed:
+                if len(self._mapped) >= 2 * self._limit:
+                    self._mapped.clear()
+                self._mapped[status.st_ino] = known
+            return known
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[tuple[int, os.stat_result]]:
+        """Open a buffer; a script may close all descriptors meanwhile, and have files of its own there."""
         descriptor = self._stage.open_buffer(path)
+        status = os.fstat(descriptor)
         try:
-            status = os.fstat(descriptor)
-            known = self._mapped.get(status.st_ino)
-            if known is not None and len(known) == nbytes == status.st_size:
-                known.register(self._device)
-                return known
-            self._forget(status.st_ino)
-            os.ftruncate(descriptor, nbytes)
-            memory = Mapping(descriptor, nbytes)
-            populate(descriptor, memory, rest)
-            memory.register(self._device)
-            if len(self._mapped) >= 2 * self._limit:
-                self._mapped.clear()
-            self._mapped[status.st_ino] = memory
-            return memory
+            yield descriptor, status
         finally:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                if os.path.samestat(status, os.fstat(descriptor)):
+                    os.close(descriptor)
 
 
-def _beside(work: Callable[[], None]) -> None:
+def _start(work: Callable[[], None]) -> None:
     """Do something to buffers in a thread."""
 
     def do() -> None:
@@ -240,6 +334,11 @@ def _beside(work: Callable[[], None]) -> None:
             work()
 
     threading.Thread(target=do, name="buffers", daemon=True).start()
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return whether a buffer of a pool is being made, or was when its maker was killed."""
+    return path.name.startswith(".")
 
 
 def _size(path: Path) -> int:

@@ -39,7 +39,7 @@ from outlast.checkpoint.save.rendezvous import (
 )
 from outlast.checkpoint.save.sharing import Sharing, compare
 from outlast.checkpoint.save.staging import Order, Stager
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status, alike_pool
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import is_locked
 from outlast.errors import CheckpointError, SaveFailed
 from outlast.files import when_there_is_room
@@ -51,6 +51,7 @@ _LOOK = 0.25  # seconds between two looks into the durable tier by a rank that w
 _MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
 _FRESH = 1.0  # seconds; durable saves that were lost are heard of that late at most
 _SLOW = 2.0  # seconds of waiting for a buffer after which the disk is said to be slow
+_OWNER_SECONDS = 5.0  # for which a removed memory folder is waited for
 _ROOM_SECONDS = 30.0  # that a save which is due on disk waits for room in memory
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
 
@@ -77,6 +78,7 @@ class Engine:
         self._failures, self._why, self._told = 0, "", True
         self._failing = self._failing_since = 0.0  # seconds from the first loss in a row, and its time
         self._nbytes = 0
+        self._shared: frozenset[str] = frozenset()  # keys of tensors that all ranks hold alike
         self._staged: Order | None = None
         self._began = ""  # the copy that this generation began from
         self._status: Status | None = None
@@ -99,6 +101,7 @@ class Engine:
         around = self._around
         meeting = SaveRendezvous(around, self._memory, self._place, self._call_saver)
         self._staged = None  # of the session before; its copies may be lost
+        self._shared = frozenset()
         self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
 
         def nbytes() -> int:
@@ -116,32 +119,37 @@ class Engine:
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
-        shared_before = stage.has_pool(alike_pool(0)) and not self._compared
-        if not shared_before:
-            self._prepare(state)
         if members.together is not None or meeting.parts_left:
             torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
             replicas = (stage.joined, *stage.replica_tiers())
             return replace(around, memory=stage.tier, replicas=replicas, torn=torn, threads=threads)
         return replace(around, memory=stage.tier, threads=threads)
 
-    def _prepare(self, state: Mapping[str, object]) -> None:
-        """Have buffers made in time for the first save: after the first step, which takes most of its memory.
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Begin to make buffers, after the first step, on all ranks.
 
-        Where an optimizer has its state by now, or there is none, they are made at once.
+        What all ranks hold alike is found out before, if every optimizer has its state by now; else at the
+        first save.
         """
-        stager, nbytes = self._stager, self._nbytes
-        fresh = [one for one in state.values() if isinstance(one, torch.optim.Optimizer) and not one.state]
-        steppers = [one for optimizer in fresh for one in _torch_compat.steppers_of(optimizer)]
-        if not steppers:
-            stager.prepare(nbytes)
-            return
+        optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        if not self._compared:
+            sized = all(
+                one.state or not any(group["params"] for group in one.param_groups) for one in optimizers
+            )
+            agreed = self._around.rounds.hold("sized", lambda: {"sized": sized})
+            if all(report.data["sized"] for report in agreed.reports):
+                self._share(state)
+        self._stager.prepare(self._expected(state))
 
-        def begin(*_: object) -> None:
-            hook.remove()
-            stager.prepare(nbytes)
+    @property
+    def ready(self) -> bool:
+        """Whether a save of this rank need not wait for the pages of a buffer."""
+        return self._stager.ready
 
-        hook = steppers[-1].register_step_post_hook(begin)
+    @property
+    def buffers(self) -> int:
+        """How many buffers this rank has at most."""
+        return self._limit
 
     def _buffers_of(self, file: str) -> Buffers:
         found = Buffers(self._stage, self._members.session, file, self._limit)
@@ -164,8 +172,8 @@ class Engine:
         def buffers(number: int, count: int) -> Buffers:
             return self._buffers_of(alike_files(number, count)[0])
 
-        sharing = Sharing(around.identity, held, files, own, buffers)
-        self._stager.share(sharing)
+        self._shared = frozenset(held)
+        self._stager.share(Sharing(around.identity, held, files, own, buffers))
         nbytes = sum(one.numel() * one.element_size() for one in held.values())
         around.record(
             Note,
@@ -176,7 +184,8 @@ class Engine:
     def _expected(self, state: Mapping[str, object]) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
         captured = capture(state)
-        nbytes = lay_out(captured.tensors, notes_of(0, self._around.identity), captured.pieces).nbytes
+        own = {key: one for key, one in captured.tensors.items() if key not in self._shared}
+        nbytes = lay_out(own, notes_of(0, self._around.identity), captured.pieces).nbytes
         for holder in state.values():
             if isinstance(holder, torch.optim.Optimizer) and not holder.state:
                 groups = (one for group in holder.param_groups for one in group["params"])
@@ -210,6 +219,18 @@ class Engine:
         if not self._memory.introduced():
             with contextlib.suppress(SaveFailed):  # tried again at the next save
                 introduce(self._around, self._memory, self._members, 0.0)
+
+    def _is_served(self) -> bool:
+        """Return whether the writer knows the ranks; wait a moment for the rank that introduces them.
+
+        Where that one is gone, with the owner of the memory folder, nobody would remove what is staged.
+        """
+        deadline = time.monotonic() + _OWNER_SECONDS
+        while not self._memory.introduced():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL)
+        return True
 
     def follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""
@@ -266,6 +287,10 @@ class Engine:
             self._stager.keep_apart(status.apart)
         self._keep_saver()
         self._require_hope(status)
+        if not self._is_served():
+            return self._lost(
+                order, f"{self._memory.root} is gone, and no writer of this node", _OWNER_SECONDS
+            )
         if self._staged is not None and self._staged.step == order.step:
             return self._order_more(self._staged, order)
         self._staged = None

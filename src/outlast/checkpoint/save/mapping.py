@@ -22,8 +22,9 @@ _REGISTERED_WITHIN = 60.0  # seconds: a driver that does not answer holds no sav
 class Mapping(mmap.mmap):
     """A file in memory. Its registration is released before it is unmapped."""
 
+    valid = 0  # bytes that the file still has
     registered: tuple[int, ...] = ()  # addresses of its parts
-    _tried = False
+    tried = False  # to register it
 
     def register(self, device: int | None) -> None:
         """Register it once; where the driver refuses, copies into it are slower and nothing else.
@@ -33,9 +34,9 @@ class Mapping(mmap.mmap):
         Args:
             device: of this rank; None: it uses none yet, and nothing is done.
         """
-        if device is None or self._tried or not len(self):
+        if device is None or self.tried or not len(self):
             return
-        self._tried = True
+        self.tried = True
         thread = threading.Thread(target=self._register, args=(device,), name="registering", daemon=True)
         thread.start()
         thread.join(_REGISTERED_WITHIN)
@@ -52,14 +53,22 @@ class Mapping(mmap.mmap):
         self.registered = tuple(done)
 
     def unregister(self) -> None:
-        """Give up what is registered: before the file is cut, or no longer mapped."""
+        """Release what is registered, before the file is no longer mapped."""
         parts, self.registered = self.registered, ()
         with contextlib.suppress(RuntimeError, AttributeError):  # the driver has gone
             for part in parts:
                 torch.cuda.cudart().cudaHostUnregister(part)  # type: ignore[no-untyped-call]
 
+    def shorten(self, nbytes: int) -> None:
+        """Release what is registered and reaches beyond a size to which the file is about to be cut."""
+        end, before = address_of(self) + nbytes, self.registered
+        kept = tuple(part for part in before if part + WINDOW <= end)
+        self.valid, self.registered = nbytes, before[len(kept) :]
+        self.unregister()
+        self.registered = kept
+
     def __del__(self) -> None:
-        """Give up what is registered."""
+        """Release what is registered."""
         self.unregister()
 
 

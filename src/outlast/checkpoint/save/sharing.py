@@ -1,7 +1,7 @@
 """The tensors that all ranks hold alike: each is written once for all of them, and compared at every save.
 
-At the first save of a session ranks compare digests, and what all of them hold is divided among files, one a
-rank of a node. Nothing in such a file is of a rank or a node, so every node writes the same bytes. From then
+After the first step of a session ranks compare digests, and what all of them hold is divided among files, one
+a rank of a node. Nothing in such a file is of a rank or a node: every node writes the same bytes. From then
 on a rank copies the file that it writes, and takes the digests of the chunks of the others from its own
 tensors: the checkpoint writer compares them with those of the files.
 """

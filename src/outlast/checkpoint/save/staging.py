@@ -142,6 +142,12 @@ class Stager:
         """Begin to make the buffers that states of a size will need, as far as there is room."""
         self._buffers.prepare_beside(nbytes)
 
+    @property
+    def ready(self) -> bool:
+        """Whether a save need not wait for the pages of a buffer."""
+        shared = None if self._sharing is None else self._sharing.buffers
+        return self._buffers.ready and (shared is None or shared.ready)
+
     def share(self, sharing: Sharing) -> None:
         """From now on write only a part of what all ranks hold alike."""
         self._sharing = sharing

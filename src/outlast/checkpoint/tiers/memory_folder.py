@@ -478,10 +478,6 @@ class Stage:
         """Return the buffers of a pool that nobody uses; see :func:`pool_of`."""
         return _entries(self.pool / pool)
 
-    def has_pool(self, pool: str) -> bool:
-        """Return whether buffers were made for a pool; see :func:`pool_of`."""
-        return (self.pool / pool).is_dir()
-
     def in_use(self, file: str) -> int:
         """Return how many buffers are a safetensors file of that name in a copy, complete or not."""
         return sum(
