@@ -16,7 +16,7 @@ import pytest
 
 from outlast.doctor import host
 from outlast.doctor.policy import CURES
-from outlast.launcher.workers.processes import processor_limit
+from outlast.ipc.limits import processor_limit
 from outlast.observe.policy import codec
 from outlast.observe.run_folder import RunFolder
 from outlast.recovery.policy.events import FirstStep, Progress, Record, Saved

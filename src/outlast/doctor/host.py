@@ -18,7 +18,7 @@ from outlast.doctor.policy import Diagnosis
 from outlast.health.agent.telemetry.nvml import Nvml
 from outlast.health.policy.preflight import Level
 from outlast.health.policy.telemetry import DeviceSample, Notice
-from outlast.launcher.workers.processes import processor_limit
+from outlast.ipc.limits import processor_limit
 
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "TORCH_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

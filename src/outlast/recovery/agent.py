@@ -21,10 +21,10 @@ from outlast.checkpoint.policy.trust import Trust
 from outlast.cluster.policy.events import Judged
 from outlast.errors import ExitCode
 from outlast.hang.policy.diagnosis import Death, cause_of, first_failed, looks_like_victim
+from outlast.ipc import limits
 from outlast.launcher.journal import Journal
 from outlast.launcher.output.logs import Failure, error_document
 from outlast.launcher.output.screen import Console
-from outlast.launcher.workers import processes as control_groups
 from outlast.launcher.workers.generation import Generation
 from outlast.recovery.policy.actions import OOM_KILL, gives_back
 from outlast.recovery.policy.events import Fault, FaultKind, RecoveryAction
@@ -61,7 +61,7 @@ class Ends:
         """Begin a generation."""
         self._ends.clear()
         self._settled_at = 0.0
-        self._oom_kills = control_groups.oom_kills()
+        self._oom_kills = limits.oom_kills()
 
     def collect(self, generation: Generation, now: float, others: Container[int] = ()) -> list[End]:
         """Return the workers that have ended since the last call, without the pids of ``others``."""
@@ -148,7 +148,7 @@ class Ends:
         deaths = tuple(self._death(end) for end in self._ends if end.exit_code)
         verdict = first_failed(deaths)
         end = next(one for one in self._ends if one.rank == verdict.rank)
-        starved = end.exit_code == -signal.SIGKILL and control_groups.oom_kills() > self._oom_kills
+        starved = end.exit_code == -signal.SIGKILL and limits.oom_kills() > self._oom_kills
         reason = _reason(end) + (": killed by the kernel (out of memory)" if starved else "")
         if verdict.waiting:
             reason += f" ({verdict.reason})"

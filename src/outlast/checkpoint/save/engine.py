@@ -34,7 +34,6 @@ from outlast.checkpoint.save.rendezvous import (
     Place,
     RoomAwaited,
     SaveRendezvous,
-    extended,
     introduce,
 )
 from outlast.checkpoint.save.sharing import Sharing, compare
@@ -111,10 +110,9 @@ class Engine:
         members = self._members = meeting.hold(nbytes, avoid)
         threads = share_of_processors(len(members.ranks))
         self._speaks = around.identity.rank == members.ranks[0]
-        stage, settings = Stage(members.stage, members.private), around.settings
+        stage = Stage(members.stage, members.private)
         self._stage = stage
-        limit = settings.buffers if members.together is None else extended(settings)
-        self._limit = limit
+        self._limit = meeting.buffers
         file = rank_files(around.identity.rank, around.identity.world_size)[0]
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)

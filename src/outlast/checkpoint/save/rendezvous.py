@@ -19,6 +19,7 @@ from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
+from outlast.checkpoint.save.host_memory import Demand, rooms_of, shortage
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Stage, Together
 from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointError, SaveFailed, UsageError
@@ -29,7 +30,7 @@ _AGAIN = 0.25  # seconds after which ranks that hear nothing introduce themselve
 _LOOKS = 20
 _SLOW = 1.0  # seconds without room after which that is reported
 _LOOPBACK = "127.0.0.1"
-_PROBE = ".meeting-"
+_PROBE, _STAGING = ".meeting-", ".staging"
 _GROWTH, _SLACK = 4, 64 << 20
 
 
@@ -93,6 +94,7 @@ class SaveRendezvous:
         self._memory = memory
         self._place = where
         self._call_saver = call_saver
+        self.buffers = around.settings.buffers  # of each rank of this node
         self.parts_left = False  # some node may have parts of a copy that several nodes made
         self._before: Members | None = None  # of the session before, until this node's ranks are introduced
 
@@ -118,6 +120,7 @@ class SaveRendezvous:
             nodes[places[one]["node"]] = (*nodes.get(places[one]["node"], ()), one)
         ranks = nodes[self._place.node]
         placement = self._replicas(nodes, places)
+        stage, self.buffers = self._fit(nodes, places, placement)
         members = Members(
             generation=around.identity.generation,
             session=places[0]["session"],
@@ -125,7 +128,7 @@ class SaveRendezvous:
             world_size=world,
             ranks=ranks,
             tier=str(around.tier.folder),
-            stage=str(self._root(ranks, places, placement)),
+            stage=str(stage),
             keep_last_n=around.settings.keep_last_n,
             avoid=tuple(avoid),
             global_url=around.settings.global_url,
@@ -174,7 +177,7 @@ class SaveRendezvous:
             "node": self._place.node,
             "domains": dict(self._place.domains),
             "nbytes": nbytes,
-            "room": _room(self._memory),
+            "rooms": _rooms(self._memory),
             "session": session,
             "parts": Stage(self._memory.stage_of(around.training)).replicas.is_dir()
             or (before is not None and before.knows_others),
@@ -196,28 +199,35 @@ class SaveRendezvous:
             self._around.record(Note, reason=f"replicas: {lost}: {gap.reason}")
         return placement
 
-    def _root(
-        self, ranks: tuple[int, ...], places: Sequence[Mapping[str, Any]], placement: Placement | None
-    ) -> Path:
-        """Return where the node stages: in memory, if all buffers fit."""
-        around, settings = self._around, self._around.settings
-        own = sum(places[one]["nbytes"] for one in ranks)
-        needed = own * settings.buffers
-        if len({one["node"] for one in places}) > 1:
-            needed = own * extended(settings)
-        if placement is not None:
-            held = placement.held_by(self._place.node)
-            needed += 2 * sum(one["nbytes"] for one in places if one["node"] in held)
-        root, room = self._memory.stage_of(around.training), places[ranks[0]]["room"]
-        if needed <= room:
-            return root
-        root = around.tier.folder / ".staging" / self._place.node
-        around.record(
-            Note,
-            reason=f"{self._memory.root} has room for {room >> 20} MiB and {needed >> 20} are needed for"
-            f" {settings.buffers} copies of the state: they are staged on disk in {root}",
-        )
-        return root
+    def _fit(
+        self,
+        nodes: Mapping[str, tuple[int, ...]],
+        places: Sequence[Mapping[str, Any]],
+        placement: Placement | None,
+    ) -> tuple[Path, int]:
+        """Return where this node stages, and how many buffers a rank has: in memory, if at least two fit."""
+        around, most = self._around, self._around.settings.buffers
+        more = _more(around.settings) if len(nodes) > 1 else 0
+        states = {node: sum(places[rank]["nbytes"] for rank in ranks) for node, ranks in nodes.items()}
+        held = dict.fromkeys(nodes, 0)
+        for owner, holders in placement.holders.items() if placement is not None else ():
+            for node in holders:
+                held[node] += states[owner]
+        demands = {node: Demand(len(nodes[node]), states[node], more, held[node]) for node in nodes}
+        rooms = {node: places[nodes[node][0]]["rooms"] for node in nodes}
+        fit = {node: one.buffers_in(min(rooms[node].values()), most) for node, one in demands.items()}
+        short = sorted((node for node in nodes if fit[node] < most), key=lambda node: fit[node])
+        if short:
+            worst = short[0]
+            then = f"a rank there has {fit[worst]}, and a save may wait until a copy is on disk"
+            if not fit[worst]:
+                then = f"states are staged on disk, in {around.tier.folder / _STAGING}"
+            why = shortage(demands[worst], rooms[worst], most)
+            around.record(Note, reason=f"{self._memory.root} on node {some(short)}: {why}; {then}")
+        own = self._place.node
+        if fit[own]:
+            return self._memory.stage_of(around.training), fit[own] + more
+        return around.tier.folder / _STAGING / own, most + more
 
     def introduce(self, members: Members) -> None:
         """Introduce the ranks, and wait until the writer is done with what older generations left.
@@ -281,13 +291,13 @@ class SaveRendezvous:
         return members
 
 
-def extended(settings: CheckpointOptions) -> int:
-    """Return how many buffers a rank needs where there are several nodes.
+def _more(settings: CheckpointOptions) -> int:
+    """Return how many buffers more a rank needs where there are several nodes.
 
-    Ranks of two nodes may be a save apart, so one more complete copy is kept; what was replicated last, and
-    what is being replicated now, stay as well.
+    Ranks of two nodes may be a save apart, so one more complete copy is kept; the copy that was replicated
+    last, and the one that is being replicated, stay as well.
     """
-    return settings.buffers + (3 if settings.replication else 1)
+    return 3 if settings.replication else 1
 
 
 def _most_bytes(nbytes: Iterable[int]) -> int:
@@ -374,25 +384,14 @@ class RoomAwaited:
             )
 
 
-def _room(memory: MemoryFolder) -> int:
-    """Return the bytes that a memory folder has room for, the buffers in it included.
+def _rooms(memory: MemoryFolder) -> dict[str, int]:
+    """Return the bytes that a memory folder may have by each limit; see :func:`rooms_of`.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: it cannot be read.
     """
     for _ in range(_LOOKS):
         with contextlib.suppress(FileNotFoundError):  # a writer that is done with the run before removes it
             memory.make()
-            disk = os.statvfs(memory.root)
-            return disk.f_bavail * disk.f_frsize + _used(memory.root)
+            return rooms_of(memory.root)
     raise FileNotFoundError(errno.ENOENT, "the memory folder is removed again and again", str(memory.root))
-
-
-def _used(root: Path) -> int:
-    """Return the bytes of the files in a folder: older buffers are used again."""
-    total = 0
-    for folder, _, entries in os.walk(root):
-        for file in entries:
-            with contextlib.suppress(OSError):  # the writer moves them about meanwhile
-                total += os.stat(os.path.join(folder, file)).st_size
-    return total

@@ -16,7 +16,7 @@ from pathlib import Path
 from outlast.health.agent import devices
 from outlast.health.policy import preflight as policy
 from outlast.health.policy.preflight import Findings, Preflight
-from outlast.launcher.workers import processes as control_groups
+from outlast.ipc.limits import available_memory, memory_room, process_room
 
 PROBE = ".preflight-"
 _PROBE_BYTES = 4096
@@ -74,13 +74,7 @@ def shared_memory(limits: Preflight, path: Path = Path("/dev/shm")) -> Findings:
 
 def memory(ranks: int, limits: Preflight) -> Findings:
     """Check how much memory is free, on this node and in this process's control groups."""
-    available = -1
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                available = int(value.split()[0]) * 1024
-    return policy.memory(available, control_groups.memory_room(), ranks, limits)
+    return policy.memory(available_memory(), memory_room(), ranks, limits)
 
 
 def port(number: int) -> Findings:
@@ -172,7 +166,7 @@ def processes(ranks: int, limits: Preflight) -> Findings:
     most = _soft(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and most != math.inf:
         room = max(0, most - _threads_of(os.getuid()))
-    grouped = control_groups.process_room()
+    grouped = process_room()
     return policy.processes(min(room, grouped) if grouped >= 0 else room, ranks, limits)
 
 

@@ -1,4 +1,4 @@
-"""Control groups as the kernel shows them, version 1 and 2: the nearest limit counts."""
+"""Limits of the host and of control groups as the kernel shows them, version 1 and 2: the nearest counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.launcher.workers.processes import memory_room, oom_kills, process_room
+from outlast.ipc.limits import available_memory, memory_room, oom_kills, process_room
 
 MIB = 1 << 20
 
@@ -48,9 +48,9 @@ def test_version_2_counts_the_nearest_limit_above_and_gives_cache_back(host: Hos
     unified = host.mount("unified", "cgroup2", "nsdelegate")
     host.groups("0::/job/step")
     write(unified / "job", memory__max=100 * MIB, memory__current=60 * MIB, pids__max="max", pids__current=5)
-    write(unified / "job", memory__stat=f"anon 1\ninactive_file {20 * MIB}")
+    write(unified / "job", memory__stat=f"anon 1\ninactive_file {20 * MIB}\nactive_file {5 * MIB}")
     write(unified / "job/step", memory__max="max", memory__current=30 * MIB, pids__max=100, pids__current=5)
-    assert memory_room(host.process) == 60 * MIB
+    assert memory_room(host.process) == 65 * MIB
     assert process_room(host.process) == 95
 
 
@@ -88,6 +88,13 @@ def test_more_used_than_allowed_is_no_room_and_nothing_mounted_no_limit(host: Ho
     host.groups("0::/x")
     write(unified / "x", memory__max=MIB, memory__current=2 * MIB)
     assert memory_room(host.process) == 0
+
+
+def test_memory_that_the_host_can_give_is_unknown_without_a_line_of_it(tmp_path: Path) -> None:
+    write(tmp_path, meminfo="MemTotal:     4000 kB\nMemFree:      1000 kB\nMemAvailable: 3000 kB")
+    assert available_memory(tmp_path / "meminfo") == 3000 << 10
+    write(tmp_path, meminfo="MemTotal:     4000 kB")
+    assert available_memory(tmp_path / "meminfo") == -1
 
 
 def test_kills_for_want_of_memory_are_counted_by_the_nearest_group(host: Host) -> None:
