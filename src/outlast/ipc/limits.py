@@ -6,6 +6,8 @@ Sources: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memo
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -46,6 +48,12 @@ def processor_limit(process: Path = Path("/proc/self")) -> float:
         if quota > 0 and period > 0:
             limits.append(quota / period)
     return min(limits, default=0.0)
+
+
+def processors(process: Path = Path("/proc/self")) -> int:
+    """Return how many processors this process may use: its affinity, within the groups' CPU limits."""
+    count, limit = len(os.sched_getaffinity(0)), processor_limit(process)
+    return min(count, math.ceil(limit)) if limit else count
 
 
 def oom_kills(process: Path = Path("/proc/self")) -> int:

@@ -30,6 +30,7 @@ from outlast.recovery.policy.events import Note, Record
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
 _BEST_EFFORT = 2
+OOM_SCORE, _MOST_OOM_SCORE = 500, 1000  # thousandths of all memory
 PREDECESSOR_PATIENCE = 600.0
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -85,9 +86,18 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
 
 
 def _step_back() -> None:
-    """Give the ranks priority for processors and for the disk."""
+    """Give the ranks priority for processors, for the disk, and for memory."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # where the kernel groups sessions, nice values count within one only
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
+    # Where memory is full the kernel kills the process that has most of it mapped, shared memory included.
+    # That is a rank because of its buffers, and its end restarts the job and frees none of their pages. This
+    # process keeps nothing that is not in files, and its owner starts it again, so it goes first, unless a
+    # rank has half of the memory more. The score is relative: a protected pod stays protected from others.
+    with contextlib.suppress(OSError, ValueError):
+        place = Path("/proc/self/oom_score_adj")
+        place.write_text(str(min(_MOST_OOM_SCORE, int(place.read_text()) + OOM_SCORE)))
     number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
     if number is not None:  # ioprio_set, for this process
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)

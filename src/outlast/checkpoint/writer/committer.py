@@ -49,10 +49,11 @@ from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, file_pairs, write_copy
 from outlast.errors import OutlastError
+from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
-_HASHERS = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "digest")
-_PART_BYTES = 32 * CHUNK_BYTES  # what is smaller is not worth handing over
+_PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
+_SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
 Staged = Mapping[int, dict[str, Any]]
 
 
@@ -98,7 +99,9 @@ def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
     return count
 
 
-def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int) -> tuple[FileEntry, ...]:
+def seal_ranks(
+    stage: Stage, folder: Path, staged: Staged, shared: int, threads: int
+) -> tuple[FileEntry, ...]:
     """Digest what the ranks staged and write their documents; the first time that these bytes are read.
 
     Args:
@@ -106,6 +109,7 @@ def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int) -> tuple
         folder: of the copy.
         staged: the ranks' records.
         shared: from how many files they borrow tensors.
+        threads: that digest.
 
     Raises:
         Unlike: a rank does not hold what it borrows.
@@ -113,14 +117,14 @@ def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int) -> tuple
     """
     files: list[_Sealed] = []
     for number in range(shared):
-        files.append(_seal(folder, alike_files(number, shared), stage.draft(folder, number, shared)))
+        files.append(_seal(folder, alike_files(number, shared), stage.draft(folder, number, shared), threads))
     found = [entry for one in files for entry in one.entries]
     for rank in sorted(staged):
         world_size = staged[rank]["world_size"]
         claims, unfinished = stage.said(folder, rank, world_size)
         if claims.files:
             _require_held(rank, claims, files)
-        found += _seal(folder, rank_files(rank, world_size), unfinished).entries
+        found += _seal(folder, rank_files(rank, world_size), unfinished, threads).entries
     return tuple(found)
 
 
@@ -153,21 +157,28 @@ def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
         )
 
 
-def _seal(folder: Path, files: tuple[str, str], unfinished: bytes) -> _Sealed:
+def _seal(folder: Path, files: tuple[str, str], unfinished: bytes, threads: int) -> _Sealed:
     tensors, document = files
     with content_of(folder / tensors) as view:
         nbytes = len(view)
-        digests = _digests(view)
+        digests = digests_of(view, threads)
     content = finished(unfinished, digests)
     (folder / document).write_bytes(content)
     return _Sealed(entries_of(files, nbytes, digests, content), digests, content)
 
 
-def _digests(view: memoryview) -> tuple[str, ...]:
-    if len(view) <= _PART_BYTES:
+def digests_of(view: memoryview, threads: int) -> tuple[str, ...]:
+    """Return the digest of each chunk, computed by several threads if the file is large."""
+    if len(view) <= _PART_BYTES or threads == 1:
         return chunk_digests(view)
     parts = [view[begin : begin + _PART_BYTES] for begin in range(0, len(view), _PART_BYTES)]
-    return tuple(digest for part in _HASHERS.map(chunk_digests, parts) for digest in part)
+    with ThreadPoolExecutor(threads, "digest") as pool:
+        return tuple(digest for part in pool.map(chunk_digests, parts) for digest in part)
+
+
+def threads_beside(ranks: int, processors: int) -> int:
+    """Return how many threads may digest while ranks train: a quarter of what they leave, at least one."""
+    return max(1, (processors - ranks) // _SHARE)
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
@@ -230,6 +241,7 @@ class CopyCommitter:
         self._failing_since = time.monotonic() - status.failing
         self._flushed: set[str] = set()
         self._untidy = False
+        self._processors = processors()
         self._uploads = self._open_uploads()
         self._stage.make()
         self._sweep_disk()  # before a staged state is completed, which is written while it is digested
@@ -492,7 +504,7 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    files=seal_ranks(self._stage, folder, staged, shared),
+                    files=seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
                     alike=shared,
                     began=first.get("began"),
                     **_told_apart(first, session),
@@ -510,6 +522,12 @@ class CopyCommitter:
         for other, its in self._stage.stagings():  # some rank never completed these
             if place_of(other)[1] == generation and place_of(other)[0] < step:
                 self._give_up(self._stage.staging(other, its))
+
+    def _threads(self, record: Mapping[str, Any]) -> int:
+        """Return how many threads digest a copy: one a processor where ranks do not train or will end."""
+        if self._over or self.members.loaded is None or record.get("urgent"):
+            return self._processors
+        return threads_beside(len(self.members.ranks), self._processors)
 
     def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
