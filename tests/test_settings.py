@@ -198,6 +198,10 @@ def test_the_launchers_modules_import_nothing_heavy() -> None:
             ["replication_bandwidth", "99999.0", "100,000"],
         ),
         ({"replication": True, "replication_bandwidth": 1e5}, []),
+        ({"disk_bandwidth": 99_999.0}, ["disk_bandwidth", "99999.0", "100,000"]),
+        ({"disk_bandwidth": float("nan")}, ["disk_bandwidth"]),
+        ({"disk_bandwidth": 1e5}, []),
+        ({"async_save": False, "disk_bandwidth": 1e6}, ["disk_bandwidth", "async_save"]),
         (
             {"async_save": False, "non_persistent_save_interval": 1},
             ["non_persistent_save_interval", "async_save"],

@@ -37,7 +37,7 @@ LEARNED_SILENCE_START = 300.0  # Megatron Bridge FaultTolerancePlugin.rank_heart
 LEARNED_FLOOR = 1.4  # below this a busy host looks like a hang
 ASSUMED_LEAD = 60.0  # NeMo PreemptionPlugin.preempt_time
 STAGING = ("eager", "lazy")
-_ASYNC = ("non_persistent_save_interval", "staging", "buffers")
+_ASYNC = ("non_persistent_save_interval", "staging", "buffers", "disk_bandwidth")
 NOTICES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGINT")
 _GLOBAL = ("global_options", "global_every", "keep_ancestors")
 _REPLICAS = ("replication_factor", "replication_jump", "replication_bandwidth")
@@ -132,6 +132,7 @@ class CheckpointOptions:
         staging: "eager" copies the state before the next step begins; "lazy" during its forward and
             backward, for scripts in which only optimizers change parameters.
         buffers: copies of the state in host memory: the newest, the one being filled, one on its way to disk.
+        disk_bandwidth: most bytes that a node writes to disk in a second while ranks train; None: no limit.
         ckpt_fully_parallel_save: tensors that are equal on all ranks are written once: to memory once per
             node, to a shared folder once for the job (Megatron's name).
         global_url: the place of copies that must outlive this cluster: an object store's URL, or the absolute
@@ -160,6 +161,7 @@ class CheckpointOptions:
     async_save: bool = True
     staging: str = "eager"
     buffers: int = 3
+    disk_bandwidth: float | None = None
     ckpt_fully_parallel_save: bool = True
     global_url: str = ""
     global_options: dict[str, str] = field(default_factory=dict)
@@ -185,10 +187,10 @@ class CheckpointOptions:
                 found.append(f"{name}: {value} is not positive")
         if not 0 <= self.max_failed_seconds < math.inf:
             found.append(f"max_failed_seconds: {self.max_failed_seconds} is not a number of seconds from 0")
-        if self.replication_bandwidth is not None and not self.replication_bandwidth >= 1e5:
-            found.append(
-                f"replication_bandwidth: {self.replication_bandwidth} is not at least 100,000 bytes/s"
-            )
+        for name in ("replication_bandwidth", "disk_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1e5:
+                found.append(f"{name}: {value} is not at least 100,000 bytes/s")
         if self.keep_last_n < 2:
             found.append(
                 f"keep_last_n: {self.keep_last_n} leaves nothing to fall back to when the newest is bad;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from outlast.checkpoint.content.digest import chunk_digests
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.replica.frames import BURST_BYTES
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.writer.__main__ import IO_PRIORITY, NICENESS, OOM_SCORE
 from outlast.checkpoint.writer.committer import digests_of, threads_beside
@@ -34,6 +36,24 @@ def test_a_quarter_of_the_processors_that_ranks_leave_digests(
 def test_several_threads_return_the_digests_of_one(threads: int) -> None:
     content = os.urandom(1 << 20) * 70 + b"the rest"
     assert digests_of(memoryview(content), threads) == chunk_digests(content)
+
+
+def test_a_limit_of_the_disks_bandwidth_holds_until_the_ranks_are_about_to_end(node: Node) -> None:
+    job = Job(0, width=600)  # 8.7 MB with the state of the optimizer
+    saver = node.join(job, disk_bandwidth=2e6)
+    began = time.monotonic()
+    train_and_save(saver, job, range(1, 2), lambda _: True)
+    assert saver.durable(1)
+    assert time.monotonic() - began > (8.6e6 - BURST_BYTES) / 2e6
+
+    saver = node.join(job, generation=2, disk_bandwidth=1e5)
+    began = time.monotonic()
+    train_and_save(saver, job, range(2, 3), lambda _: True)
+    job.train()
+    assert saver.stage(Order(3, True, "a preemption", urgent=True), job.state)
+    assert saver.durable(3)
+    assert time.monotonic() - began < (8.6e6 - BURST_BYTES) / 1e5
+    assert [one["step"] for one in node.logged("saved")] == [1, 2, 3]
 
 
 def nice_of(pid: int) -> int:

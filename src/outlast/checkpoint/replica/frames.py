@@ -37,7 +37,7 @@ TEXT_CHARACTERS = 2000  # of a refusal
 _MAGIC = b"OLsv"
 _HEAD = struct.Struct("!4sHHIQ")
 HEADER_BYTES = _HEAD.size + 4
-_BURST_BYTES = 4 << 20
+BURST_BYTES = 4 << 20
 _LINGER_SECONDS = 5.0
 _LINGER_BYTES = 64 << 20  # more than both sockets' buffers and a chunk
 
@@ -159,9 +159,9 @@ class Throttle:
     def __init__(
         self,
         bytes_per_second: float | None,
-        burst: float = _BURST_BYTES,
+        burst: float = BURST_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], object] = time.sleep,
     ) -> None:
         self._rate = bytes_per_second
         self._burst = self._content = burst

@@ -139,6 +139,7 @@ class SaveRendezvous:
             forgotten=-1 if self._before is None else self._before.forgets(nodes),
             training=around.training,
             patience=around.settings.max_failed_seconds,
+            disk_bandwidth=around.settings.disk_bandwidth,
         )
         if len(nodes) > 1:
             node, bandwidth = self._place.node, around.settings.replication_bandwidth

@@ -138,6 +138,7 @@ class Members:
         forgotten: the last generation in which a node had ranks that left and is not remembered; -1: none.
         training: its name, where the job has several; empty: it has none.
         patience: seconds for which a disk that refuses the last state is asked again.
+        disk_bandwidth: bytes a second that may be written to ``tier`` while ranks train; None: no limit.
     """
 
     generation: int
@@ -159,6 +160,7 @@ class Members:
     forgotten: int = -1
     training: str = ""
     patience: float = 0.0
+    disk_bandwidth: float | None = None
 
     @property
     def private(self) -> bool:

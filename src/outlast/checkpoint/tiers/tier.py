@@ -172,6 +172,7 @@ class DirectoryTier:
         lease: file that says whether this node may commit here; "" where no other could.
         private: the folder, and those above it that are missing, are made for this account alone.
         linked: the folder itself may be a symbolic link.
+        hold: called with a number of bytes of a large file before they are written; returns when they may be.
     """
 
     def __init__(
@@ -181,12 +182,14 @@ class DirectoryTier:
         lease: str = "",
         private: bool = False,
         linked: bool = True,
+        hold: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.name = name
         self._lease = lease
         self._private = private
         self._linked = linked
+        self._hold = hold
 
     def names(self) -> list[str]:
         """Return the names of all copies, sound or not."""
@@ -310,7 +313,7 @@ class DirectoryTier:
                 stack.callback(os.close, descriptor)
                 opened.append((path, descriptor))
                 with _naming(path):
-                    _write(descriptor, memoryview(content))
+                    _write(descriptor, memoryview(content), self._hold)
             for path, descriptor in opened:
                 with _naming(path):
                     os.fsync(descriptor)
@@ -456,22 +459,25 @@ class DirectoryTier:
         return aside
 
 
-def _write(descriptor: int, content: memoryview) -> None:
+def _write(descriptor: int, content: memoryview, hold: Callable[[int], object]) -> None:
     """Write to a new file, all but the last bytes past the page cache if it is large and may be.
 
     The page cache would take as much memory again, and most of a processor while it is filled.
     """
-    place = 0
+    place, large = 0, len(content) >= _DIRECT_BYTES
     whole = len(content) - len(content) % _BLOCK_BYTES
-    if len(content) >= _DIRECT_BYTES and _set_direct(descriptor, True):
+    if large and _set_direct(descriptor, True):
         try:
             while place < whole:
+                hold(min(_WRITE_BYTES, whole - place))
                 place += os.write(descriptor, content[place : min(place + _WRITE_BYTES, whole)])
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
         _set_direct(descriptor, False)
     while place < len(content):
+        if large:
+            hold(min(_WRITE_BYTES, len(content) - place))
         place += os.write(descriptor, content[place : place + _WRITE_BYTES])
 
 

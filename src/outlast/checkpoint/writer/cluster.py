@@ -308,6 +308,7 @@ class TeamKeeper(CopyCommitter):
 
     def close(self) -> None:
         """End before the keeper of the next generation starts."""
+        super().close()
         if self.team is not None:
             self.team.close()
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.sharing import ALL, chunks_of, differing, in_chunks
+from outlast.checkpoint.replica.frames import Throttle
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
     Claims,
@@ -232,7 +234,9 @@ class CopyCommitter:
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
         self._stage = Stage(members.stage, members.private)
-        self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training)
+        self._hurry = threading.Event()  # ranks are about to end, or have ended
+        hold = Throttle(members.disk_bandwidth, wait=self._hurry.wait).hold
+        self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training, hold=hold)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
         self.succeeded = False  # the writer of another owner waits for the end of this one
@@ -345,6 +349,7 @@ class CopyCommitter:
             elif record is None and session == self.members.session:
                 self._lost(wish["step"], "it was aborted before it was in memory", {0: wish})
             elif record is not None and (name in self._wanted or not record["durable"]):
+                self._take_urgency(wish)
                 self._stage.amend(self._stage.tier.folder / name, wish)
                 self._wanted[name] = {**record, **wish}
 
@@ -392,6 +397,7 @@ class CopyCommitter:
         """Order the newest copy in memory to disk, unless all of it is there."""
         if not self._over:
             self._over, self._over_at = True, time.monotonic()
+            self._hurry.set()
         self._take_complete()
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
@@ -409,6 +415,7 @@ class CopyCommitter:
 
     def flush(self, why: str) -> None:
         """Order the newest copy in memory to disk while the ranks still run."""
+        self._hurry.set()
         self._take_complete()
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
@@ -448,7 +455,8 @@ class CopyCommitter:
         return self._tier.sweep()
 
     def close(self) -> None:
-        """End before the keeper of the next generation starts."""
+        """End before the keeper of the next generation starts, which waits for what is being written."""
+        self._hurry.set()
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
@@ -490,6 +498,7 @@ class CopyCommitter:
     def _commit(self, name: str, session: str, staged: Staged) -> None:
         folder = self._stage.staging(name, session)
         first = staged[min(staged)]
+        self._take_urgency(first)
         step, generation = place_of(name)
         shared = shared_files(self._stage, folder, staged)
         ahead = self._write_ahead(name, folder, staged, shared)
@@ -504,7 +513,7 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    files=seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
+                    files=seal_ranks(self._stage, folder, staged, shared, self._threads()),
                     alike=shared,
                     began=first.get("began"),
                     **_told_apart(first, session),
@@ -523,9 +532,14 @@ class CopyCommitter:
             if place_of(other)[1] == generation and place_of(other)[0] < step:
                 self._give_up(self._stage.staging(other, its))
 
-    def _threads(self, record: Mapping[str, Any]) -> int:
+    def _take_urgency(self, record: Mapping[str, Any]) -> None:
+        """Use all processors and the whole bandwidth from a save on after which the ranks end."""
+        if record.get("urgent"):
+            self._hurry.set()
+
+    def _threads(self) -> int:
         """Return how many threads digest a copy: one a processor where ranks do not train or will end."""
-        if self._over or self.members.loaded is None or record.get("urgent"):
+        if self._hurry.is_set() or self.members.loaded is None:
             return self._processors
         return threads_beside(len(self.members.ranks), self._processors)
 
