@@ -117,7 +117,7 @@ OF_MANY = Demand(8, 800 * GB, more=3, held=800 * GB)
 
 
 @pytest.mark.parametrize(
-    ("demand", "room", "buffers"),
+    ("demand", "files", "buffers"),
     [
         (ONE, 30 * GB, 3),
         (ONE, 30 * GB - 1, 2),
@@ -130,9 +130,28 @@ OF_MANY = Demand(8, 800 * GB, more=3, held=800 * GB)
         (Demand(1, 0), 0, 3),
     ],
 )
-def test_two_buffers_are_made_where_three_do_not_fit(demand: Demand, room: int, buffers: int) -> None:
-    assert demand.buffers_in(room, 3) == buffers
-    assert demand.buffers_in(demand.bytes_of(4), 4) == 4
+def test_two_buffers_are_made_where_three_do_not_fit(demand: Demand, files: int, buffers: int) -> None:
+    assert demand.buffers_in({"file system": files, "host": 10**15}, 3) == buffers
+    assert demand.buffers_in({"file system": demand.bytes_of(4)}, 4) == 4
+
+
+@pytest.mark.parametrize("limit", ["control group", "host"])
+@pytest.mark.parametrize(
+    ("demand", "mib", "buffers"),
+    [
+        (Demand(1, 100 * MIB), 556, 3),
+        (Demand(1, 100 * MIB), 555, 2),
+        (Demand(1, 100 * MIB), 400, 2),
+        (Demand(1, 100 * MIB), 399, 0),
+        (Demand(4, 4000 * MIB), 12_000 + 1024, 3),
+        (Demand(4, 4000 * MIB), 12_000 + 1023, 2),
+        (Demand(8, 8 * MIB), 48, 3),
+    ],
+)
+def test_memory_is_reserved_for_ranks_and_small_buffers_are_not_refused_for_it(
+    limit: str, demand: Demand, mib: int, buffers: int
+) -> None:
+    assert demand.buffers_in({"file system": 10**15, limit: mib * MIB}, 3) == buffers
 
 
 @pytest.mark.parametrize("limit", ["file system", "control group", "host"])

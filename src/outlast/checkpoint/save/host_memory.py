@@ -12,6 +12,7 @@ from pathlib import Path
 from outlast.ipc.limits import available_memory, memory_room
 
 LEAST = 2  # buffers of a rank: the newest copy, and the next one
+RESERVE = 256 << 20  # bytes that a rank, and the writer for it, may allocate later
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs and ramfs, from linux/magic.h
 _FILES, _GROUP, _HOST = "file system", "control group", "host"
 _CURES = {
@@ -41,9 +42,15 @@ class Demand:
         """Return the bytes for so many buffers."""
         return self.state * (buffers + self.more) + 2 * self.held
 
-    def buffers_in(self, room: int, most: int) -> int:
+    def least(self, rooms: Mapping[str, int], buffers: int) -> tuple[int, str]:
+        """Return what the nearest limit leaves beside so many buffers (< 0: too little), and its name."""
+        nbytes = self.bytes_of(buffers)
+        reserve = min(nbytes, RESERVE * self.ranks)  # small buffers are not refused because of it
+        return min((room - nbytes - reserve * (limit != _FILES), limit) for limit, room in rooms.items())
+
+    def buffers_in(self, rooms: Mapping[str, int], most: int) -> int:
         """Return how many buffers, at most ``most``, a rank may make; 0: there is no room for two."""
-        return next((each for each in range(most, LEAST - 1, -1) if self.bytes_of(each) <= room), 0)
+        return next((each for each in range(most, LEAST - 1, -1) if self.least(rooms, each)[0] >= 0), 0)
 
     def formula(self, buffers: int) -> str:
         """Return the bytes for so many buffers, and how they are computed."""
@@ -79,14 +86,15 @@ def rooms_of(
 
 def shortage(demand: Demand, rooms: Mapping[str, int], buffers: int) -> str:
     """Return why a node cannot have as many buffers as are set, and which setting changes that."""
-    limit = min(rooms, key=lambda one: rooms[one])
+    _, limit = demand.least(rooms, buffers)
     found = ", ".join(f"{one} {_gib(room)}" for one, room in rooms.items())
     cures = [_CURES[limit], *(["set checkpoints.replication = false"] if demand.held else [])]
-    if demand.buffers_in(rooms[limit], buffers):
-        cures.append(f"set checkpoints.buffers = {demand.buffers_in(rooms[limit], buffers)}")
+    fit = demand.buffers_in(rooms, buffers)
+    if fit:
+        cures.append(f"set checkpoints.buffers = {fit}")
     return (
-        f"{buffers} buffers need {demand.formula(buffers)}, and there is room for"
-        f" {_gib(rooms[limit])} ({found}): {', or '.join(cures)}"
+        f"{buffers} buffers need {demand.formula(buffers)}, more than the {limit} has room for ({found};"
+        f" of memory up to {_gib(RESERVE)} a rank are reserved): {', or '.join(cures)}"
     )
 
 

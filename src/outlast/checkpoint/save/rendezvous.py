@@ -216,7 +216,7 @@ class SaveRendezvous:
                 held[node] += states[owner]
         demands = {node: Demand(len(nodes[node]), states[node], more, held[node]) for node in nodes}
         rooms = {node: places[nodes[node][0]]["rooms"] for node in nodes}
-        fit = {node: one.buffers_in(min(rooms[node].values()), most) for node, one in demands.items()}
+        fit = {node: one.buffers_in(rooms[node], most) for node, one in demands.items()}
         short = sorted((node for node in nodes if fit[node] < most), key=lambda node: fit[node])
         if short:
             worst = short[0]
