@@ -96,11 +96,6 @@ class Checkpointer:
         """Whether a save of this rank need not wait for the pages of a buffer."""
         return self._engine.ready
 
-    @property
-    def buffers(self) -> int:
-        """How many buffers a rank has at most."""
-        return self._engine.buffers
-
     def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Return what has changed since this process saved a step; nothing where it has not saved it."""
         return self._engine.changed(step, state)

@@ -309,9 +309,7 @@ class Session:
             found = self._checkpointer.restore(self._loadable, self._context.avoid)
         self._completed = self._saved_step = 0 if found is None else found.step
         options = self._options
-        self._put_off = PutOff(
-            self._checkpointer.buffers, options.save_interval, options.save_interval_seconds
-        )
+        self._put_off = PutOff(options.buffers, options.save_interval, options.save_interval_seconds)
         self._training.completed = self._completed
         self._underway.begin()
         if found is None:

@@ -151,7 +151,7 @@ class PutOff:
     one that was used before, and nothing is compared any more.
 
     Args:
-        buffers: of a rank.
+        buffers: of a rank, as set: nodes with too little memory have fewer.
         interval: steps between two saves on disk; None: they come by time.
         seconds: between two saves on disk; None: they come by steps.
     """

@@ -144,11 +144,6 @@ class Engine:
         """Whether a save of this rank need not wait for the pages of a buffer."""
         return self._stager.ready
 
-    @property
-    def buffers(self) -> int:
-        """How many buffers this rank has at most."""
-        return self._limit
-
     def _buffers_of(self, file: str) -> Buffers:
         found = Buffers(self._stage, self._members.session, file, self._limit)
         found.waiting = self._around.waiting
