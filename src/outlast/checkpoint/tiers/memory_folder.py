@@ -45,6 +45,7 @@ from outlast.fields import whole
 
 STAGED = ".staged"
 _TRAININGS = "trainings"
+_TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _RECORD_BYTES = 1 << 20
@@ -334,9 +335,10 @@ class MemoryFolder:
             RunFolderUnusable: what is there is not a private folder of this account.
             OSError: the file system refused.
         """
-        with contextlib.suppress(FileNotFoundError):  # it was there, and is gone
-            files.make_private(self.root)
-            return
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):  # it was there, and is gone
+                files.make_private(self.root)
+                return
         files.make_private(self.root)
 
     def members(self) -> Members | None:
