@@ -5,7 +5,8 @@ Systems take turns (ABBA) on one host: "plain" (torchrun, no save, no kill), "dc
 async_save), "eager" and "lazy" (outlast run, a session).
 
 period   from the begin of a step to that of the next: median, 95th percentile, worst; and of the first five
-stall    from the end of a step to the begin of the next, where it saved: training stands still
+stall    from the end of a step to the begin of the next: training stands still. The longest between a step
+         after which a save is due and the next such step, since a save may be put off
 recovery from SIGKILL to the end of the next completed step
 restore  into live objects, in GB/s, beside a memcpy of as much and a read of a file that no cache has
 memory   the most that the job's processes held, shared memory once; sampled four times a second
@@ -143,7 +144,8 @@ def run(system: str, options: argparse.Namespace) -> Line:
 def told(trace: list[Line], options: argparse.Namespace) -> Line:
     """Return the figures of a trace."""
     pids = list(dict.fromkeys(line["pid"] for line in trace))
-    periods, stalls, found = [], {}, Line()
+    periods, found = [], Line()
+    stalls: dict[int, float] = {}
     for pid in pids:
         mine = [line for line in trace if line["pid"] == pid]
         steps = [line for line in mine if line["what"] == "step"]
@@ -151,8 +153,8 @@ def told(trace: list[Line], options: argparse.Namespace) -> Line:
         for one, following in zip(steps, ends, strict=False):
             begins = following.get("began", following["clock"])
             periods.append(begins - one["began"])
-            if one["step"] % options.every == 0:
-                stalls[one["step"]] = begins - one["clock"]
+            due = one["step"] // options.every * options.every
+            stalls[due] = max(stalls.get(due, 0.0), begins - one["clock"])
     if len(pids) > 1:
         killed = max(line["clock"] for line in trace if line["pid"] == pids[0])
         second = {line["what"]: line for line in reversed([one for one in trace if one["pid"] == pids[1]])}
@@ -174,7 +176,9 @@ def shown(system: str, runs: list[Line], nbytes: int) -> Line:
         "p95_s": ordered[int(0.95 * (len(ordered) - 1))],
         "worst_s": ordered[-1],
         "first_steps_s": [max(each["periods_s"][at] for each in runs) for at in range(FIRST)],
-        "stalls_s": {step: max(each["stalls_s"][step] for each in runs) for step in runs[0]["stalls_s"]},
+        "stalls_s": {
+            step: max(each["stalls_s"].get(step, 0.0) for each in runs) for step in runs[0]["stalls_s"]
+        },
         "peak_GiB": max(each["peak_bytes"] for each in runs) / 2**30,
     }
     if all("recovery_s" in each for each in runs):

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from outlast.ipc.limits import processors
+
 Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
 _HUGE_BYTES = 2 << 20
@@ -27,7 +29,7 @@ def share_of_processors(ranks: int) -> int:
 
     OMP_NUM_THREADS, 1 as a rule, is for training.
     """
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, processors() // ranks)
 
 
 def allocate(nbytes: int) -> mmap.mmap:
