@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from outlast.agreement.worker.reports import Rounds
@@ -85,7 +86,7 @@ class Checkpointer:
 
     def save(self, order: Order, state: Mapping[str, object]) -> bool:
         """Save, and return when the step is on disk, or lost; see :meth:`stage`."""
-        return self.stage(order, state) and self.durable(order.step)
+        return self.stage(replace(order, waits=True), state) and self.durable(order.step)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Begin to make buffers, after the first step: by then the size of the state is known."""

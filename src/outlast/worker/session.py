@@ -637,7 +637,7 @@ class Session:
         """Save the state after the last complete step, with all ranks."""
         assert self._checkpointer is not None
         with self._page.section("checkpointing"):
-            saved = self._save_state(self._checkpointer, why, durable=True)
+            saved = self._save_state(self._checkpointer, why, durable=True, wait=wait)
             if saved:
                 self._staged_step = self._completed
             if saved and wait:
@@ -651,17 +651,17 @@ class Session:
             self._saved_step = self._completed
         return saved
 
-    def _save_state(self, to: Checkpointer, why: str, durable: bool, urgent: bool = False) -> bool:
+    def _save_state(
+        self, to: Checkpointer, why: str, durable: bool, urgent: bool = False, wait: bool = False
+    ) -> bool:
         interrupt.check()  # after an abort the state may be undefined
         self._put_off.saved()
 
         def save() -> bool:
-            state, order = (
-                self._underway.state(self._state),
-                Order(self._completed, durable, why, urgent=urgent),
-            )
+            order = Order(self._completed, durable, why, urgent=urgent, waits=wait)
+            state = self._underway.state(self._state)
             return (
-                to.stage(order, state) if self._options.async_save or not durable else to.save(order, state)
+                to.save(order, state) if durable and not self._options.async_save else to.stage(order, state)
             )
 
         if self._after is None or not (durable or urgent):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,23 @@ def test_a_save_that_works_again_starts_the_count_anew(node: Node) -> None:
             assert not saver.save(order(step), {"x": torch.ones(10**6)})
             assert saver.save(order(step + 1), state)
         node.cut_off(saver)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_seconds_of_a_save_are_those_for_which_training_stood_still(node: Node, waits: bool) -> None:
+    job = Job(0)
+    saver = node.join(job)
+    node.saver.ensure()
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    going_on = threading.Timer(1.0, os.kill, (node.saver.pid, signal.SIGCONT))
+    going_on.start()
+    began = time.monotonic()
+    assert (saver.save if waits else saver.stage)(order(1), job.state)
+    took = time.monotonic() - began
+    going_on.join()
+    node.cut_off(saver)
+    (saved,) = node.logged("saved")
+    assert 0.9 * waits < saved["seconds"] <= took
 
 
 def test_buffers_are_made_when_the_size_of_the_state_is_known(node: Node) -> None:

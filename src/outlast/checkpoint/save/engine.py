@@ -338,6 +338,7 @@ class Engine:
             self._stager.fence()
             if order.durable and (not first.durable or urgent > first.urgent):
                 wish = {"step": order.step, "durable": True, "urgent": urgent, "why": order.why}
+                wish["waits_since"] = time.monotonic() if order.waits else None
                 self._stage.leave_wish(copy_name(order.step, self._around.identity.generation), session, wish)
         except OSError as error:
             self._staged = None

@@ -57,6 +57,7 @@ class Order:
         why: one sentence for the event log.
         cursor: where in the data the next step reads.
         urgent: the job is about to end: it goes to the global tier, too, whatever is due there.
+        waits: training stands still until it is on disk.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Order:
     why: str
     cursor: object = None
     urgent: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,7 @@ class Stager:
             "cursor": copying.cursor,
             "began": self.began,
             "blocked": blocked,
+            "waits_since": time.monotonic() if order.waits else None,
             "error": error,
         }
         claims, borrowed = Claims(), dict[str, int]()

@@ -409,7 +409,7 @@ class CopyCommitter:
             self._flushed.add(name)
             if not there:
                 why = "the newest in memory when the job ended"
-                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
             elif self._uploads is not None:
                 self._uploads.offer(name, last=True)
 
@@ -420,7 +420,7 @@ class CopyCommitter:
         for name in self._newest():
             record = self._any_record(self._stage.tier.folder / name)
             if record is not None and name not in self._on_disk():
-                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0})
+                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
 
     def _on_disk(self) -> Collection[str]:
         """Return the copies on disk; none while the disk does not answer: a write looks again."""
@@ -513,7 +513,7 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    files=seal_ranks(self._stage, folder, staged, shared, self._threads()),
+                    files=seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
                     alike=shared,
                     began=first.get("began"),
                     **_told_apart(first, session),
@@ -537,9 +537,10 @@ class CopyCommitter:
         if record.get("urgent"):
             self._hurry.set()
 
-    def _threads(self) -> int:
+    def _threads(self, record: Mapping[str, Any]) -> int:
         """Return how many threads digest a copy: one a processor where ranks do not train or will end."""
-        if self._hurry.is_set() or self.members.loaded is None:
+        waits = record.get("waits_since") is not None
+        if waits or self._hurry.is_set() or self.members.loaded is None:
             return self._processors
         return threads_beside(len(self.members.ranks), self._processors)
 
@@ -645,8 +646,11 @@ class CopyCommitter:
         step = record["step"]
         newest = max(step, self.status.durable_step)
         self.status = replace(self.status, durable_step=newest, failures=0, failing=0.0, error="")
-        blocked, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
-        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=blocked, reason=why)
+        seconds, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
+        since = record.get("waits_since")
+        if since is not None and place_of(name)[1] == self.members.generation:
+            seconds += time.monotonic() - since
+        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=seconds, reason=why)
         if self._uploads is not None:
             self._uploads.offer(name, last=self._over or bool(record.get("urgent")))
         self._pruner.committed(name)
