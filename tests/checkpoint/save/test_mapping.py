@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import tempfile
@@ -207,3 +208,18 @@ def test_all_pages_of_a_buffer_are_there_and_mapped(known: bool, monkeypatch: py
         begin = f"{memory.address_of(mapped):x}-"
         _, _, mine = Path("/proc/self/smaps").read_text().partition(f"\n{begin}")
         assert int(mine.partition("Rss:")[2].split()[0]) << 10 >= nbytes
+
+
+def test_a_descriptor_that_the_script_has_for_a_file_of_its_own_is_neither_used_nor_closed(
+    buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_PAGES_BYTES", 1 << 20)
+    pool = buffers(1)
+    with open(tmp_path / "theirs", "wb") as theirs, pool._opened(tmp_path / "ours") as (descriptor, _):
+        os.ftruncate(descriptor, 3 << 20)
+        mapped = mmap.mmap(descriptor, 3 << 20)
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            memory.populate(descriptor, mapped, lambda _: os.dup2(theirs.fileno(), descriptor))
+        assert os.fstat(theirs.fileno()).st_size == 0
+    assert os.path.samefile(f"/proc/self/fd/{descriptor}", tmp_path / "theirs")
+    os.close(descriptor)
