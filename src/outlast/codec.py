@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from outlast.errors import OutlastError
 
-__all__ = ["Int64", "Malformed", "Meta", "convert", "decode", "encode", "plain"]
+__all__ = ["Int64", "Malformed", "Meta", "convert", "decode", "encode", "plain", "values_of"]
 
 T = TypeVar("T")
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # beyond, floats overflow
@@ -53,11 +53,15 @@ def encode(value: object) -> bytes:
         except UnicodeEncodeError:  # a lone surrogate, as in the name of a file that is no UTF-8
             found = b""
         if not found or not found.isascii() or b"null" in found:  # null may be a float that is not finite
-            text = json.dumps(plain(msgspec.to_builtins(value)), separators=(",", ":"), allow_nan=False)
-            return text.encode()
+            return json.dumps(values_of(value), separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise Malformed(f"{type(value).__name__}: no JSON: {error}") from error
     return found
+
+
+def values_of(value: object) -> Any:
+    """Return a value as what the json module reads and writes."""
+    return plain(msgspec.to_builtins(value))
 
 
 def plain(value: Any) -> Any:
@@ -90,7 +94,7 @@ def decode(content: bytes | str, kind: type[T], *, exactly: bool = False) -> T:
     if exactly:
         raw = _parsed(content)
         written = encode(raw) == (content.encode() if isinstance(content, str) else content)
-        if not written or raw != plain(msgspec.to_builtins(found)):  # 0 and 0.0 are the same
+        if not written or raw != values_of(found):  # 0 and 0.0 are the same
             raise Malformed("unknown, doubled or missing fields, or spaces, which no encode() writes")
     return found
 

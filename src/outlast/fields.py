@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from outlast.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 1  # of everything in a copy; other versions are refused
+FORMAT_VERSION = 2  # of everything in a copy; other versions are refused
 _FAR = 1e15  # seconds; later than any clock
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MISSING = object()
 
 
@@ -50,8 +48,8 @@ class Fields:
     def __init__(self, source: str, value: object) -> None:
         if not isinstance(value, dict):
             raise DamagedCopy(Damage(source, "a JSON object", type(value).__name__))
-        self._source = source
-        self._values: Mapping[str, Any] = value
+        self.source = source
+        self.values: Mapping[str, Any] = value
 
     @classmethod
     def parse(cls, source: str, text: str | bytes) -> Fields:
@@ -68,29 +66,25 @@ class Fields:
         check_format(source, fields.count("format", least=1))
         return fields
 
-    def refuse(self, name: str, expected: str, found: str) -> None:
+    def refuse(self, name: str, expected: str, found: str) -> NoReturn:
         """Raise that a field is not as expected."""
-        raise DamagedCopy(Damage(self._source, f"{name}: {expected}", found[:200]))
+        raise DamagedCopy(Damage(self.source, f"{name}: {expected}", found[:200]))
 
     def value(self, name: str, kind: type) -> Any:
         """Return a field of exactly this type; ``object`` takes any."""
-        found = self._values.get(name, _MISSING)
+        found = self.values.get(name, _MISSING)
         if found is _MISSING or (kind is not object and type(found) is not kind):
             self.refuse(name, f"a {kind.__name__}", "nothing" if found is _MISSING else repr(found))
         return found
 
     def has(self, name: str) -> bool:
         """Say whether there is a field of this name; for those that are left out where they say nothing."""
-        return name in self._values
+        return name in self.values
 
     def text(self, name: str) -> str:
         """Return a field that is a text."""
         found: str = self.value(name, str)
         return found
-
-    def optional_text(self, name: str) -> str | None:
-        """Return a field that is a text; None: it is null or missing, as in what older versions wrote."""
-        return None if self._values.get(name) is None else self.text(name)
 
     def count(self, name: str, *, least: int = 0) -> int:
         """Return a field that is a whole number of at least ``least``."""
@@ -110,25 +104,6 @@ class Fields:
         """Return a field that is a JSON object."""
         found: dict[str, Any] = self.value(name, dict)
         return found
-
-    def all_matching(self, name: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
-        """Return a field that is a list of texts which match a pattern."""
-        found = self.value(name, list)
-        for each in found:
-            if type(each) is not str or not pattern.fullmatch(each):
-                self.refuse(name, f"texts like {pattern.pattern}", repr(each))
-        return tuple(found)
-
-    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
-        """Return a field that is a text which matches a pattern."""
-        found = self.text(name)
-        if not pattern.fullmatch(found):
-            self.refuse(name, f"a text like {pattern.pattern}", repr(found))
-        return found
-
-    def file_name(self, name: str) -> str:
-        """Return a field that names a file in the copy's own folder."""
-        return self.matching(name, _FILE_NAME)
 
 
 def check_format(source: str, version: int) -> None:

@@ -245,7 +245,7 @@ DECODERS: dict[str, tuple[Make, Any, tuple[type[Exception], ...]]] = {
     ),
     "claims": (
         plain(Claims.from_json),
-        {"files": 1, "writes": 0, "apart": ["a"], "digests": {"0": ["a"]}},
+        {"files": 1, "writes": 0, "apart": ["a"], "digests": {"0": "0a"}},
         (OSError,),
     ),
     "members": (of_file("members.json", lambda path: MemoryFolder(path.parent).members()), {"a": 1}, NOTHING),

@@ -25,7 +25,6 @@ import pytest
 import torch
 
 from outlast import files
-from outlast.checkpoint.content.digest import combined, commit_line, file_digest
 from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, rank_files
 from outlast.checkpoint.save.buffers import Buffers
@@ -33,7 +32,6 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import own, remove_abandoned
 from outlast.errors import CheckpointMismatch, RunFolderBusy, RunFolderUnusable
-from outlast.fields import FORMAT_VERSION
 from outlast.health.agent.node_ledger import NodeLedger
 from outlast.health.policy.ledger import Entry, What
 from outlast.ipc.exchange import SystemClock
@@ -43,7 +41,8 @@ from outlast.observe.run_folder import RunFolder
 from outlast.preemption.worker import read_notice
 from outlast.worker.bootstrap import append_to
 from tests.support.accounts import STRANGER, VICTIM, as_account, shared_folder
-from tests.support.ckpt_run import DOCUMENT, NAMES, STEPS, ckpt, make_run, restored
+from tests.support.ckpt_run import DIGESTS, DOCUMENT, NAMES, STEPS, ckpt, make_run, restored
+from tests.support.forging import forge, rewrite
 from tests.support.jobs import checkpointer
 from tests.support.launching import DEADLINE, SCRIPTS
 from tests.support.mounts import needs_root
@@ -348,7 +347,7 @@ def bounded(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("file", [COMMIT, MANIFEST, DOCUMENT])
+@pytest.mark.parametrize("file", [COMMIT, MANIFEST, DIGESTS, DOCUMENT])
 def test_a_huge_file_in_a_copy_is_not_read_and_the_copy_before_is_loaded(tmp_path: Path, file: str) -> None:
     contents = make_run(tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / NAMES[0]
@@ -359,29 +358,12 @@ def test_a_huge_file_in_a_copy_is_not_read_and_the_copy_before_is_loaded(tmp_pat
     assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])
 
 
-def reseal(copy: Path) -> None:
-    """Make the digests of a copy fit what its rank's JSON file says now, as a forger would."""
-    manifest = json.loads((copy / MANIFEST).read_text())
-    document = (copy / DOCUMENT).read_bytes()
-    for entry in manifest["files"]:
-        if entry["name"] == DOCUMENT:
-            entry |= {"nbytes": len(document), "digest": file_digest(document)}
-        else:
-            entry["digest"] = combined(json.loads(document)["shard"]["digests"])
-    text = json.dumps(manifest).encode()
-    (copy / MANIFEST).write_bytes(text)
-    (copy / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(text)))
-
-
 @pytest.mark.parametrize("part", [None, [0]], ids=["whole", "part"])
 def test_a_world_of_a_billion_ranks_is_refused_at_once(tmp_path: Path, part: list[int] | None) -> None:
     contents = make_run(tmp_path / "run")
     copy = tmp_path / "run" / "checkpoints" / NAMES[0]
-    manifest = json.loads((copy / MANIFEST).read_text()) | {"world_size": 10**9}
-    if part:
-        manifest |= {"part": part, "session": "s"}
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    (copy / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest((copy / MANIFEST).read_bytes())))
+    changes = {"world_size": 10**9, **({"part": part, "session": "s"} if part else {})}
+    rewrite(copy, lambda manifest: manifest.update(changes))
     done = bounded("verify", tmp_path / "run", "--all")
     assert (done.returncode, "1000000000" in done.stdout + done.stderr) == (65, True), done.stdout
     assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])
@@ -391,21 +373,19 @@ def test_a_world_of_a_billion_ranks_is_refused_at_once(tmp_path: Path, part: lis
 def test_verify_and_the_loader_agree_about_a_forged_copy(tmp_path: Path, wrong: str) -> None:
     contents = make_run(tmp_path / "run")
     copy = tmp_path / "run" / "checkpoints" / NAMES[0]
-    document = json.loads((copy / DOCUMENT).read_text())
-    entries = sorted(document["shard"]["tensors"].values(), key=lambda one: one["range"])
-    first, second = (
-        next((one, other) for one, other in itertools.pairwise(entries) if one["nbytes"] == other["nbytes"])
-        if wrong == "overlapping ranges"
-        else entries[:2]
-    )
-    if wrong == "overlapping ranges":
-        second["range"] = first["range"]
-    elif wrong == "bytes of another type":
-        first["dtype"] = "float64" if first["dtype"] != "float64" else "float32"
-    else:
-        document["identity"]["rank"] = 1
-    (copy / DOCUMENT).write_text(json.dumps(document))
-    reseal(copy)
+
+    def change(document: Any, _: Any) -> None:
+        entries = sorted(document["tensors"].values(), key=lambda one: one["range"])
+        pairs = itertools.pairwise(entries)
+        first, second = next((one, other) for one, other in pairs if one["nbytes"] == other["nbytes"])
+        if wrong == "overlapping ranges":
+            second["range"] = first["range"]
+        elif wrong == "bytes of another type":
+            first["dtype"] = "float64" if first["dtype"] != "float64" else "float32"
+        else:
+            document["identity"]["rank"] = 1
+
+    forge(copy, change)
     done = ckpt("verify", tmp_path / "run", "--all")
     assert done.returncode == 65, done.stdout
     assert restored(tmp_path / "run") == (STEPS[-2], contents[STEPS[-2]])

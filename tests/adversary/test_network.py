@@ -35,7 +35,7 @@ from tests.support.posts import boxes, meet, still_well
 from tests.support.teams import TOKEN, Team, TeamNode
 
 pytestmark = pytest.mark.long
-SHARD, DOCUMENT = rank_files(0, 2)
+SHARD, _, DOCUMENT = rank_files(0, 2)
 RESTORES = """
 import sys, torch, torch.distributed as dist, outlast
 dist.init_process_group("gloo")

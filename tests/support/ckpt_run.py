@@ -17,7 +17,7 @@ from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps
 RUN_ID = f"run-{os.getpid()}"  # its memory folder is shared by all who test on this machine
 STEPS = (1, 2, 3, 40)
 NAMES = [copy_name(step, 1) for step in reversed(STEPS)]
-TENSORS, DOCUMENT = rank_files(0, 1)
+TENSORS, DIGESTS, DOCUMENT = rank_files(0, 1)
 KEEP_ALL = CheckpointOptions(timeout=DEADLINE, keep_last_n=9)
 
 

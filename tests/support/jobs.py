@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.restorer import Restored, Restorer
-from outlast.checkpoint.policy.manifest import FileEntry, Identity, Manifest, copy_name
+from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, copy_name
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -97,13 +96,13 @@ class OnDisk:
         name = copy_name(step, identity.generation)
         temporary = tier.begin(name, "test")
         image = make_image(capture(state), step, identity, Staging())
-        entries = write_rank_files(tier, temporary, image, identity)
-        said = self._exchange.gather("files", json.dumps([asdict(one) for one in entries]), DEADLINE)
+        row = write_rank_files(tier, temporary, image, identity)
+        said = self._exchange.gather("files", json.dumps(row), DEADLINE)
         if identity.rank == 0:
-            files = tuple(FileEntry(**one) for each in said for one in json.loads(each))
+            own = tuple(Row(*json.loads(each)) for each in said)
             manifest = Manifest(
                 *(identity.run_id, identity.generation, step, identity.world_size, identity.parallelism),
-                *(Encoder().encode(cursor, ("cursor",)), time.time(), files),
+                *(Encoder().encode(cursor, ("cursor",)), time.time(), own),
                 began=self._began,
             )
             tier.seal(temporary, manifest)

@@ -21,7 +21,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 
 TOKEN = "a token of this test, 7e1d90"
 COPY = copy_name(120, 7)
-SHARD, DOCUMENT = rank_files(3, 8)
+SHARD, _, DOCUMENT = rank_files(3, 8)
 COMMITTED = commit_line(1, "0" * 32)
 LOOPBACK = ("127.0.0.1", 0)
 

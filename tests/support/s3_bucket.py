@@ -18,14 +18,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.content.digest import chunk_digests, ends_of, file_digest, row_of
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest, copy_name, rank_files
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
 from outlast.checkpoint.tiers.object_access import Limits
 from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.checkpoint.tiers.remote import fetch
-from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy
+from outlast.fields import Damage, DamagedCopy
 from tests.support.jobs import DEADLINE
 from tests.support.ports import free_port
 
@@ -176,7 +176,7 @@ def verified(tier: ObjectTier) -> Copy:
     def read() -> Copy:
         reader: Any = tier
         with reader.open(COPY) as copy:
-            for entry in read_manifest(copy, COPY)[0].files:
+            for entry in read_manifest(copy, COPY)[0].needed():
                 digest = file_digest(copy.read(entry.name, entry.nbytes))
                 if digest != entry.digest:
                     raise DamagedCopy(Damage(entry.name, entry.digest, digest))
@@ -197,9 +197,10 @@ def put(tier: ObjectTier, files: dict[str, bytes]) -> None:
 
 
 def written(content: bytes, step: int = 5, world: int = 1) -> dict[str, bytes]:
-    """Make the files of a copy by hand, every file with the same content."""
-    names = [file for rank in range(world) for file in rank_files(rank, world)]
-    entries = tuple(FileEntry(file, len(content), file_digest(content)) for file in names)
-    manifest = Manifest("run-a", 1, step, world, {"dp": world}, None, 1.0, entries).to_json().encode()
-    ends = {MANIFEST: manifest, COMMIT: commit_line(FORMAT_VERSION, file_digest(manifest))}
-    return dict.fromkeys(names, content) | ends
+    """Make the files of a copy by hand, every document with the bytes of the tensors."""
+    digests = chunk_digests(content)
+    rows = (row_of(len(content), digests, content),) * world
+    manifest = Manifest("run-a", 1, step, world, {"dp": world}, None, 1.0, rows)
+    names = [rank_files(rank, world) for rank in range(world)]
+    files = {file: content for one in names for file in (one.tensors, one.document)}
+    return files | {one.digests: digests for one in names} | ends_of(manifest)

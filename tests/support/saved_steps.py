@@ -13,7 +13,8 @@ from tests.support.launching import DEADLINE, SCRIPTS
 
 SCRIPT = SCRIPTS / "saves_steps.py"
 TENSORS, DOCUMENT = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
-FILES = (TENSORS, DOCUMENT, "MANIFEST.json", "COMMIT")
+DIGESTS = "rank-00000-of-00001.digests"
+FILES = (TENSORS, DIGESTS, DOCUMENT, "MANIFEST.json", "COMMIT")
 
 
 def name_of(step: int, generation: int = 0) -> str:

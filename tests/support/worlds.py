@@ -59,7 +59,7 @@ def box_of(**content: Any) -> State:
 
 def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
     """Write a copy in which each rank has a part of one tensor."""
-    tier, entries = DirectoryTier(folder), []
+    tier, rows = DirectoryTier(folder), []
     temporary = tier.begin(NAME)
     for rank, part in enumerate(parts):
         cut = tuple(slice(b, b + n) for b, n in zip(part.offsets, part.shape, strict=True))
@@ -69,6 +69,6 @@ def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
         captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, capture_random(), piece)
         identity = Identity("run-a", 1, rank, len(parts))
         image = make_image(captured, 3, identity, Staging())
-        entries += write_rank_files(tier, temporary, image, identity)
-    manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, tuple(entries))
+        rows.append(write_rank_files(tier, temporary, image, identity))
+    manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, tuple(rows))
     tier.seal(temporary, manifest)

@@ -20,13 +20,22 @@ from outlast.checkpoint.content.rank_file import parse_rank_file, whose_file
 from outlast.checkpoint.content.state import capture_random, require_random
 from outlast.checkpoint.content.typed_forms import DECODERS, Forms, references
 from outlast.checkpoint.content.typed_json import Decoder, Encoder
-from outlast.checkpoint.policy.manifest import Identity, Manifest, Shard, TensorEntry, rank_files
+from outlast.checkpoint.policy.manifest import (
+    FileEntry,
+    Identity,
+    Manifest,
+    TensorEntry,
+    rank_files,
+    table_of,
+)
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
 from tests.support.bounds import bounded_memory
+from tests.support.forging import text_of
 
 SECONDS = 20.0  # for one value; a decoder that is caught in a loop takes for ever
 ME = Identity("run", 0, 0, 1)
+TENSORS_FILE, _, DOCUMENT = rank_files(0, 1)
 TENSORS = {"w": torch.zeros(2)}
 VALUE = {
     "a": [1, 2.5, None, True, "x", (1, (2, {"b": b"\0\xff"})), 2**80, float("inf")],
@@ -175,9 +184,7 @@ def test_a_value_nested_without_end_is_damage() -> None:
 
 
 def document() -> Any:
-    name = rank_files(0, 1)[0]
     entry = TensorEntry("float32", (2, 3), (2, 3), (0, 0), 100, 124)
-    shard = Shard(name, 200, 128, ("0" * 16, "f" * 16), {"w": entry}, {"v": "w"})
     return json.loads(
         json.dumps(
             {
@@ -187,8 +194,10 @@ def document() -> Any:
                 "kinds": {"x": "AdamW"},
                 "parameters": {"x": [["model.w", "float32[2, 3]"]]},
                 "random": Encoder().encode(capture_random(), ("random",)),
+                "flags": {"x": ["1", "1f"]},
                 "borrowed": {},
-                "shard": shard.to_json(),
+                "aliases": {"v": "w"},
+                "tensors": table_of({"w": entry}),
             }
         )
     )
@@ -199,7 +208,9 @@ def document() -> Any:
 def test_a_changed_rank_file_is_one_or_damage(dice: st.DataObject) -> None:
     tree = changed(document(), dice)
     try:
-        found = parse_rank_file(json.dumps(tree).encode(), 5, ME)
+        found = parse_rank_file(
+            json.dumps(tree).encode(), 5, ME, DOCUMENT, FileEntry(TENSORS_FILE, 200, "0" * 32)
+        )
     except (DamagedCopy, CheckpointMismatch):
         return
     for entry in found.tensors.values():
@@ -212,12 +223,18 @@ def test_a_changed_rank_file_is_one_or_damage(dice: st.DataObject) -> None:
 def test_a_changed_manifest_is_one_or_damage(dice: st.DataObject) -> None:
     whole = {
         **{"format": FORMAT_VERSION, "run_id": "a", "generation": 0, "step": 5, "world_size": 1},
-        **{"parallelism": {"tp": 1}, "cursor": TREE, "created": 1.5, "session": "", "part": [], "alike": 0},
-        "files": [{"name": name, "nbytes": 9, "digest": "0" * 32} for name in rank_files(0, 1)],
+        **{
+            "parallelism": {"tp": 1},
+            "cursor": TREE,
+            "created": 1.5,
+            "own": [[9, "0" * 32, "1" * 32, 8, "2" * 32]],
+        },
+        **{"session": "", "part": [], "shared": [], "began": None},
     }
+    assert Manifest.from_json(text_of(whole)).cursor == TREE
     tree = changed(whole, dice)
     try:
-        decode(Manifest.from_json(json.dumps(tree)).cursor)
+        decode(Manifest.from_json(text_of(tree)).cursor)
     except (DamagedCopy, CheckpointMismatch):
         return
 

@@ -14,18 +14,24 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
 from outlast.checkpoint.policy.resolve import CopyState
-from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.inventory import inspect, verify
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION
 from outlast.ipc.exchange import SoloExchange
 from outlast.recovery.policy.events import Record
-from tests.support.jobs import Job, checkpointer, kinds, save_steps
+from tests.checkpoint.jobs.test_reading import restore_near
+from tests.support.forging import forge, rewrite
+from tests.support.jobs import DEADLINE, Job, checkpointer, kinds, save_steps, saver_process, saving
+from tests.support.launching import until
+from tests.support.saved_steps import content as content_of
 
 OLD, NEW = copy_name(1, 1), copy_name(2, 1)
-TENSORS, DOCUMENT = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
+TENSORS, DIGESTS, DOCUMENT = rank_files(0, 1)
 
 
 def flip(path: Path, bit: int) -> None:
@@ -73,39 +79,70 @@ def test_the_place_of_the_damage_is_named(tmp_path: Path) -> None:
     assert "2097152" in why(tmp_path)["expected"]
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest and commit it anew, as someone would who knows how."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    change(manifest)
-    content = json.dumps(manifest).encode()
-    (folder / MANIFEST).write_bytes(content)
-    (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(content)))
-
-
-@pytest.mark.parametrize("name", [f"../{OLD}/{TENSORS}", "/etc/passwd", ".."])
-def test_a_manifest_cannot_name_a_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forged", [True, False])
+def test_digests_that_are_not_of_their_file_are_damage(forged: bool, tmp_path: Path) -> None:
+    """Also where the manifest has the digest of the file that they are in."""
     content = save_steps(tmp_path, 1, 2)
-    rewrite(tmp_path / NEW, lambda manifest: manifest["files"][0].update(name=name))
+    path = tmp_path / NEW / DIGESTS
+    flip(path, 5)
+    if forged:
+        digest = file_digest(path.read_bytes())
+        rewrite(tmp_path / NEW, lambda manifest: manifest["own"][0].__setitem__(2, digest))
+    assert verify(DirectoryTier(tmp_path), NEW, None).state is CopyState.DAMAGED
     load_older(tmp_path, content)
-    assert why(tmp_path)["file"] == MANIFEST
+    assert why(tmp_path)["file"] == DIGESTS
 
 
-def newer_commit(folder: Path) -> None:
+def other_commit(folder: Path, version: int) -> None:
     digest = (folder / COMMIT).read_text().split()[3]
-    (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION + 2, digest))
+    (folder / COMMIT).write_bytes(commit_line(version, digest))
 
 
-def newer_manifest(folder: Path) -> None:
-    rewrite(folder, lambda manifest: manifest.update(format=FORMAT_VERSION + 2))
+def other_manifest(folder: Path, version: int) -> None:
+    rewrite(folder, lambda manifest: manifest.update(format=version))
 
 
-@pytest.mark.parametrize("age", [newer_commit, newer_manifest])
-def test_a_newer_format_is_refused_and_stays_where_it_is(age: Callable[[Path], None], tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2)
-    age(tmp_path / NEW)
-    with pytest.raises(CheckpointMismatch, match=rf"{NEW}.*{FORMAT_VERSION + 2}.*{FORMAT_VERSION}"):
+def other_document(folder: Path, version: int) -> None:
+    forge(folder, lambda document, manifest: document.update(format=version))
+
+
+OTHERS = [other_commit, other_manifest, other_document]
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 2])
+@pytest.mark.parametrize("steps", [(2,), (1, 2)], ids=["alone", "with an older one"])
+@pytest.mark.parametrize("change", OTHERS)
+def test_another_format_is_refused_and_stays_where_it_is(
+    change: Callable[[Path, int], None], steps: tuple[int, ...], version: int, tmp_path: Path
+) -> None:
+    save_steps(tmp_path, *steps)
+    change(tmp_path / NEW, version)
+    before = content_of(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=rf"{NEW}.*{version}.*{FORMAT_VERSION}"):
         checkpointer(tmp_path).restore(Job(0).state)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [OLD, NEW]
+    with pytest.raises(CheckpointMismatch, match=rf"{NEW}.*{version}.*{FORMAT_VERSION}"):
+        restore_near(tmp_path / "disk", tmp_path, Job(0).state, [])
+    assert content_of(tmp_path) == before
+
+
+def test_a_copy_of_another_format_in_memory_alone_outlives_the_writer(tmp_path: Path) -> None:
+    """As an update of outlast finds it, where the job before could not bring its last copy to disk."""
+    memory, durable = MemoryFolder(tmp_path / "memory"), tmp_path / "checkpoints"
+    saver = saver_process(memory.root, tmp_path / "events.jsonl")
+    stage = Stage(memory.root)
+    stage.make()
+    here = stage.tier.folder
+    save_steps(here, 2)
+    other_commit(here / NEW, FORMAT_VERSION - 1)
+    before = content_of(here)
+    found = saving(durable, memory, saver.ensure, generation=2, settings=CheckpointOptions(timeout=DEADLINE))
+    with pytest.raises(CheckpointMismatch, match=rf"{NEW}.*{FORMAT_VERSION - 1}.*{FORMAT_VERSION}"):
+        found.restore(Job(0).state)
+    found.close()
+    saver.hang_up()
+    until(saver.ended, "the end of the writer")
+    assert content_of(here) == before
+    assert not durable.exists() or content_of(durable) == {}
 
 
 def test_a_suspect_is_passed_over_while_there_is_another_one(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,42 +12,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.content.digest import commit_line, file_digest
 from outlast.checkpoint.load.reshard import open_part
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Identity, copy_name
+from outlast.checkpoint.policy.manifest import Identity, copy_name
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import read_manifest, verify
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointMismatch, OutlastError
-from outlast.fields import FORMAT_VERSION, DamagedCopy
+from outlast.fields import DamagedCopy
 from outlast.recovery.policy.events import Quarantined, Record
 from tests.checkpoint.content.test_decoders import changed
+from tests.support.forging import forge
 from tests.support.jobs import Job, checkpointer, save_steps
 
 OLD, NEW = copy_name(1, 1), copy_name(2, 1)
-DOCUMENT = "rank-00000-of-00001.json"
-
-
-def forge(copy: Path, change: Callable[[Any, Any], None]) -> None:
-    """Change a rank's JSON file and the manifest, and make all digests right again."""
-    document, manifest = (json.loads((copy / file).read_text()) for file in (DOCUMENT, MANIFEST))
-    change(document, manifest)
-    content = json.dumps(document).encode()
-    (copy / DOCUMENT).write_bytes(content)
-    for entry in manifest["files"]:
-        if entry["name"] == DOCUMENT:
-            entry |= {"nbytes": len(content), "digest": file_digest(content)}
-    text = json.dumps(manifest).encode()
-    (copy / MANIFEST).write_bytes(text)
-    (copy / COMMIT).write_bytes(commit_line(FORMAT_VERSION, file_digest(text)))
 
 
 def entry(document: Any) -> Any:
-    return document["shard"]["tensors"]["model.0.weight"]
+    return document["tensors"]["model.0.weight"]
 
 
 FORGED: dict[str, Callable[[Any, Any], object]] = {
-    "a chunk beyond all memory": lambda d, m: d["shard"].update(chunk_bytes=1 << 70),
+    "tensors beyond all memory": lambda d, m: m["own"][0].__setitem__(0, (1 << 62) - 1),
     "a shape beyond torch's": lambda d, m: entry(d).update(global_shape=[2**70, 8]),
     "a shape whose product is": lambda d, m: entry(d).update(global_shape=[2**40, 2**40]),
     "a quantized type": lambda d, m: entry(d).update(
@@ -90,7 +74,7 @@ def test_a_forged_copy_is_found_without_torch_as_far_as_it_can_be(
 ) -> None:
     folder = shutil.copytree(saved[0], tmp_path / "here")
     assert verify(DirectoryTier(folder), NEW, None).state is CopyState.WHOLE
-    forge(folder / NEW, lambda document, manifest: FORGED[wrong](document, manifest) and None)
+    forge(folder / NEW, FORGED[wrong])
     found = verify(DirectoryTier(folder), NEW, None)
     assert found.state is (CopyState.WHOLE if wrong in KNOWN_AT_THE_LOAD else CopyState.DAMAGED), found
 
@@ -106,7 +90,7 @@ def test_a_forged_copy_is_damaged_and_the_older_one_is_loaded(
     wrong: str, saved: tuple[Path, dict[int, bytes]], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(saved[0], tmp_path / "here")
-    forge(folder / NEW, lambda document, manifest: FORGED[wrong](document, manifest) and None)
+    forge(folder / NEW, FORGED[wrong])
     records: list[Record] = []
     job = Job(77)
     restored = checkpointer(folder, generation=2, records=records).restore(job.state)
@@ -123,7 +107,7 @@ def test_any_change_ends_in_a_copy_or_in_a_refusal(
     folder = shutil.copytree(saved[0], tmp_path_factory.mktemp("any") / "here")
 
     def change(document: Any, manifest: Any) -> None:
-        part = dice.draw(st.sampled_from(["state", "kinds", "parameters", "random", "shard"]))
+        part = dice.draw(st.sampled_from(["state", "kinds", "parameters", "random", "tensors", "aliases"]))
         document[part] = changed(document[part], dice)
 
     forge(folder / NEW, change)
@@ -147,7 +131,7 @@ def test_any_change_ends_so_for_ranks_of_another_world(
     folder = shutil.copytree(saved[0], tmp_path_factory.mktemp("other") / "here")
 
     def change(document: Any, manifest: Any) -> None:
-        part = dice.draw(st.sampled_from(["state", "shard"]))
+        part = dice.draw(st.sampled_from(["state", "tensors", "aliases"]))
         document[part] = changed(document[part], dice)
 
     forge(folder / NEW, change)

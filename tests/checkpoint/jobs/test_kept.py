@@ -105,8 +105,8 @@ def test_strides_with_gaps_are_damage(strides: Any, tmp_path: Path) -> None:
     save(tmp_path, state)
 
     def change(document: Any, manifest: Any) -> None:
-        assert document["shard"]["tensors"]["box.t"]["strides"] == [1, 2]
-        document["shard"]["tensors"]["box.t"]["strides"] = strides
+        assert document["tensors"]["box.t"]["strides"] == [1, 2]
+        document["tensors"]["box.t"]["strides"] = strides
 
     forge(tmp_path / copy_name(1, 1), change)
     with pytest.raises(NoUsableCheckpoint, match="strides"):

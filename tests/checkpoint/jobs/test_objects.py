@@ -42,7 +42,7 @@ from tests.support.s3_bucket import (
 )
 
 PARTS = Limits(connect=20, request=60, retries=3, retry_for=60, part_bytes=5 << 20, parts=2)
-SHARD, DOCUMENT = rank_files(0, 1)
+SHARD, DIGESTS, DOCUMENT = rank_files(0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_copy_comes_back_and_is_loaded(bucket: Bucket, tmp_path: Path) -> None
 
     there = DirectoryTier(tmp_path / "there")
     temporary = there.begin(COPY)
-    for entry in Manifest.from_json(files[MANIFEST]).files:
+    for entry in Manifest.from_json(files[MANIFEST]).needed():
         target = there.folder / temporary / entry.name
         fetched(tier, entry.name, entry.nbytes, entry.digest, target)
     with tier.open(COPY) as copy:
@@ -109,7 +109,7 @@ def test_files_of_every_size_go_in_parts_and_come_back(
 
 def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tmp_path: Path) -> None:
     files, manifest = saved(tmp_path / "here")
-    tier, entry = bucket.tier(), manifest.file(SHARD)
+    tier, entry = bucket.tier(), manifest.of_rank(0)[0]
     put(tier, files)
     bucket.flip(f"{COPY}/{SHARD}", entry.nbytes - 3)
     (tmp_path / "down").mkdir()
@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
 
 def test_without_commit_there_is_no_copy_and_a_false_commit_is_not_put(bucket: Bucket) -> None:
     files, tier = written(b"x" * 100), bucket.tier()
-    tier.upload(COPY, {SHARD: files[SHARD]})
+    tier.upload(COPY, {SHARD: files[SHARD], DIGESTS: files[DIGESTS]})
     with pytest.raises(DamagedCopy, match=re.escape(DOCUMENT)):
         tier.commit(COPY, files[MANIFEST], files[COMMIT])
     tier.upload(COPY, {DOCUMENT: b"too short"})
@@ -145,7 +145,7 @@ def test_without_commit_there_is_no_copy_and_a_false_commit_is_not_put(bucket: B
         tier.commit(COPY, *(written(b"x" * 100, step=6)[file] for file in (MANIFEST, COMMIT)))
     with pytest.raises(ValueError, match=COMMIT):
         tier.upload(COPY, {COMMIT: files[COMMIT]})
-    assert bucket.paths() == [f"{COPY}/{DOCUMENT}", f"{COPY}/{SHARD}"]
+    assert bucket.paths() == [f"{COPY}/{file}" for file in (DIGESTS, DOCUMENT, SHARD)]
     assert tier.names() == []
     found = inspect(tier, COPY, None)
     assert (found.state, found.damage and found.damage.file) == (CopyState.DAMAGED, COMMIT)
@@ -204,7 +204,7 @@ def test_a_writer_that_is_killed_leaves_no_copy(bucket: Bucket, tmp_path: Path, 
         tier.commit(COPY, files[MANIFEST], files[COMMIT])
         assert (tier.names(), verified(tier).state) == ([COPY], CopyState.WHOLE)
         return
-    assert bucket.paths() == [f"{COPY}/{DOCUMENT}"]
+    assert bucket.paths() == [f"{COPY}/{file}" for file in (DIGESTS, DOCUMENT)]
     put(tier, files)
     assert tier.names() == [COPY]
 
@@ -212,7 +212,7 @@ def test_a_writer_that_is_killed_leaves_no_copy(bucket: Bucket, tmp_path: Path, 
 def test_what_another_writer_has_committed_stays(bucket: Bucket) -> None:
     mine, yours = written(b"mine" * 100), written(b"your" * 100)
     first, second = bucket.tier(), bucket.tier()
-    first.upload(COPY, {SHARD: mine[SHARD], DOCUMENT: mine[DOCUMENT]})
+    first.upload(COPY, {file: mine[file] for file in (SHARD, DIGESTS, DOCUMENT)})
     second.upload(COPY, {SHARD: yours[SHARD]})
     first.commit(COPY, mine[MANIFEST], mine[COMMIT])
     for act in (
@@ -236,7 +236,7 @@ def test_of_two_writers_at_once_one_commits(tmp_path: Path, alike: bool) -> None
 
     def write(one: int) -> None:
         tier = ObjectTier(f"file://{tmp_path}/store")
-        tier.upload(COPY, {SHARD: contents[one][SHARD], DOCUMENT: contents[one][DOCUMENT]})
+        tier.upload(COPY, {file: contents[one][file] for file in (SHARD, DIGESTS, DOCUMENT)})
         start.wait(DEADLINE)
         try:
             tier.commit(COPY, contents[one][MANIFEST], contents[one][COMMIT])

@@ -303,13 +303,16 @@ def flip(path: Path, offset: int) -> None:
 def test_damage_is_found_before_a_byte_of_its_chunk_is_used(tmp_path: Path) -> None:
     """Any rank's JSON file; of a rank's tensors the chunk with the damage, though other ranks' are sound."""
     save(tmp_path, 2, lambda rank: box_of(t=torch.ones(1_000_000)))
-    tensors, document = rank_files(1, 2)
+    tensors, digests, document = rank_files(1, 2)
     flip(tmp_path / NAME / tensors, 3_000_000)
     load(tmp_path, 0, 3, box_of())
     box: dict[str, Any] = {"t": torch.zeros(1_000_000)}
     with pytest.raises(DamagedCopy, match=f"{tensors}.*2097152.*3145728"):
         load(tmp_path, 1, 3, {"box": box})
     assert box["t"].sum() == 0
+    flip(tmp_path / NAME / digests, 3)
+    with pytest.raises(DamagedCopy, match=digests):
+        load(tmp_path, 1, 3, {"box": box})
     flip(tmp_path / NAME / document, 500)
     with pytest.raises(DamagedCopy, match=document):
         load(tmp_path, 0, 3, box_of())

@@ -144,7 +144,7 @@ def test_a_writer_that_starts_again_leaves_what_it_has_reported_as_it_is(
     def begun() -> dict[str, tuple[int, int]]:
         return made(other.durable.glob(".tmp-*/*"))
 
-    until(lambda: len(begun()) == 2 * 2 + 2, "a copy that lacks its name alone")
+    until(lambda: len(begun()) == 3 * 2 + 2, "a copy that lacks its name alone")
     before, pid = begun(), other.status().pid
     os.kill(other.saver.pid, signal.SIGKILL)
     until(other.saver.ended, "the end of the writer")

@@ -19,7 +19,7 @@ from outlast.checkpoint.writer.durable import Task, Tasks
 from outlast.recovery.policy.events import Record, Saved
 
 NAME = copy_name(40, 1)
-COMPLETE = Complete(NAME, 40, (), 0.5, (), "first")
+COMPLETE = Complete(NAME, 40, {}, (), 0.5, (), "first")
 
 
 def done() -> tuple[Complete, tuple[()]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
-from outlast.checkpoint.policy.manifest import FileEntry, copy_name
+from outlast.checkpoint.policy.manifest import Row, copy_name
 
 
 def written(step: int, error: str = "", session: str = "s", blocked: float = 0.5) -> Written:
@@ -201,9 +201,9 @@ def test_a_copy_blocks_as_long_as_the_slowest_node_and_names_each_that_failed() 
 
 
 def test_a_node_that_could_not_write_is_not_one_that_shares_nothing() -> None:
-    shared = FileEntry("alike-00000-of-00001.safetensors", 5, "0" * 32)
+    shared = Row(5, "0" * 32, "1" * 32, 2, "2" * 32)
     leader = Leader(["a", "b"], replicate=False)
-    told(leader, Report("a", "s", written=(replace(written(5), files=(shared,)),)))
+    told(leader, Report("a", "s", written=(replace(written(5), shared=(shared,)),)))
     (found,) = leader.hear(Report("b", "s", written=(written(5, "disk full"),)))
     assert (found.errors, found.unlike) == (("node b: disk full",), False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from outlast.checkpoint.policy.sharing import chunks_of, differing, divide, held
 
 KEYS = st.text("abcd", min_size=1, max_size=3)
 RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)
-CHUNK = 10
+CHUNK = 1 << 20
 
 
 @given(RANKS)
@@ -59,14 +61,19 @@ def entry(begin: int, end: int) -> TensorEntry:
 
 
 def test_a_tensor_has_bytes_in_the_chunks_that_it_meets() -> None:
-    assert list(chunks_of(entry(5, 20), CHUNK)) == [0, 1]
-    assert list(chunks_of(entry(20, 21), CHUNK)) == [2]
-    assert list(chunks_of(entry(20, 20), CHUNK)) == []
-    entries = {"first": entry(2, 9), "across": entry(9, 31), "last": entry(31, 40)}
-    assert in_chunks(entries, {0}, CHUNK) == {"first", "across"}
-    assert in_chunks(entries, {2}, CHUNK) == {"across"}
-    assert in_chunks(entries, {3}, CHUNK) == {"across", "last"}
-    assert in_chunks(entries, set(), CHUNK) == set()
+    assert list(chunks_of(entry(5, 2 * CHUNK))) == [0, 1]
+    assert list(chunks_of(entry(2 * CHUNK, 2 * CHUNK + 1))) == [2]
+    assert list(chunks_of(entry(2 * CHUNK, 2 * CHUNK))) == []
+    first, last = CHUNK - 1, 3 * CHUNK + 1
+    entries = {"first": entry(2, first), "across": entry(first, last), "last": entry(last, 4 * CHUNK)}
+    assert in_chunks(entries, {0}) == {"first", "across"}
+    assert in_chunks(entries, {2}) == {"across"}
+    assert in_chunks(entries, {3}) == {"across", "last"}
+    assert in_chunks(entries, set()) == set()
+
+
+def digests(letters: Iterable[str]) -> bytes:
+    return "".join(8 * letter for letter in letters).encode()
 
 
 @pytest.mark.parametrize(
@@ -74,12 +81,12 @@ def test_a_tensor_has_bytes_in_the_chunks_that_it_meets() -> None:
     [("abcd", "abcd", []), ("abcd", "axcx", [1, 3]), ("ab", "abc", [2]), ("abc", "a", [1, 2]), ("", "", [])],
 )
 def test_which_chunks_differ(expected: str, found: str, numbers: list[int]) -> None:
-    assert list(differing(expected, found)) == numbers
+    assert list(differing(digests(expected), digests(found))) == numbers
 
 
 @given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), max_size=6))
 def test_chunks_that_only_one_has_differ(one: list[str], other: list[str]) -> None:
-    found = list(differing(one, other))
+    found = list(differing(digests(one), digests(other)))
     longest = range(max(len(one), len(other)))
     both = range(min(len(one), len(other)))
     assert found == [place for place in longest if place not in both or one[place] != other[place]]

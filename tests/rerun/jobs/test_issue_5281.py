@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.content.digest import chunk_digests, combined, commit_line, file_digest
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
+from outlast.checkpoint.content.digest import chunk_digests, combined, file_digest
+from outlast.checkpoint.policy.manifest import COMMIT, copy_name, rank_files
 from outlast.config import FaultToleranceOptions
-from outlast.fields import FORMAT_VERSION
 from outlast.recovery.policy.events import Action, Fault, FaultKind, Loaded, RecoveryAction
 from outlast.recovery.policy.job import AllStarted, JobDecider, LoadSeen, StepsDone
+from tests.support.forging import rewrite
 from tests.support.jobs import Job
 from tests.support.launching import until
 from tests.support.teams import Team
@@ -74,29 +74,22 @@ def test_a_bad_replica_is_never_put_together_with_the_rest(
 def assemble_wrong(job: Team, owner: str, step: int) -> None:
     """Put a shard together wrong wherever there is a replica: its digests are right, its numbers are not."""
     rank = [node.name for node in job.nodes].index(owner)
-    tensors, document = rank_files(rank, job.world)
+    tensors, digests, document = rank_files(rank, job.world)
     for node in job.nodes:
         folder = node.stage.replica(owner).folder / copy_name(step, 1)
         if not folder.exists():
             continue
         content = bytearray((folder / tensors).read_bytes())
         rank_file = json.loads((folder / document).read_text())
-        for key, entry in rank_file["shard"]["tensors"].items():
+        for key, entry in rank_file["tensors"].items():
             if key.endswith("0.weight"):
                 begin, end = entry["range"]
                 content[begin:end] = torch.full(((end - begin) // 4,), 3e38).numpy().tobytes()
         (folder / tensors).write_bytes(content)
-        digests = chunk_digests(memoryview(content))
-        rank_file["shard"]["digests"] = digests
-        (folder / document).write_text(json.dumps(rank_file))
-        manifest = json.loads((folder / MANIFEST).read_text())
-        new = {tensors: combined(digests), document: file_digest((folder / document).read_bytes())}
-        for entry in manifest["files"]:
-            entry["digest"] = new.get(entry["name"], entry["digest"])
-            entry["nbytes"] = (folder / entry["name"]).stat().st_size
-        (folder / MANIFEST).write_text(json.dumps(manifest))
-        digest = file_digest((folder / MANIFEST).read_bytes())
-        (folder / COMMIT).write_bytes(commit_line(FORMAT_VERSION, digest))
+        found = chunk_digests(content)
+        (folder / digests).write_bytes(found)
+        new = [len(content), combined(found), file_digest(found)]
+        rewrite(folder, lambda manifest, new=new: manifest["own"][0].__setitem__(slice(3), new))  # type: ignore[misc]
 
 
 class Supervised:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from tests.support.launching import DEADLINE
 from tests.support.mounts import mounted, needs_root
 from tests.support.saved_steps import (
+    DIGESTS,
     DOCUMENT,
     FILES,
     TENSORS,
@@ -133,7 +134,10 @@ def test_a_training_with_a_name_belongs_to_its_run(run: Path) -> None:
 def test_a_copy_is_shown_with_its_files_and_tensors(run: Path) -> None:
     (shown,) = lines("show", run, NAMES[0], "--tensors")
     manifest = json.loads((run / "checkpoints" / NAMES[0] / "MANIFEST.json").read_bytes())
-    assert (shown["files"], shown["run_id"], shown["parallelism"]) == (manifest["files"], run_id(run), {})
+    assert (shown["run_id"], shown["parallelism"]) == (run_id(run), {})
+    assert [(one["name"], one["digest"]) for one in shown["files"]] == list(
+        zip((TENSORS, DIGESTS, DOCUMENT), (manifest["own"][0][at] for at in (1, 2, 4)), strict=True)
+    )
     with safe_open(run / "checkpoints" / NAMES[0] / TENSORS, "pt") as stored:
         expected = {key: stored.get_slice(key).get_shape() for key in stored.keys()}  # noqa: SIM118
     found = {one["tensor"]: one for one in shown["tensors"]}
@@ -142,7 +146,7 @@ def test_a_copy_is_shown_with_its_files_and_tensors(run: Path) -> None:
     one = found["model.0.weight"]
     assert (one["dtype"], one["global_shape"], one["nbytes"]) == ("float32", [8, 8], 256)
     text = ckpt("show", run, NAMES[0], "--tensors").stdout
-    assert all(word in text for word in (*expected, manifest["files"][0]["digest"]))
+    assert all(word in text for word in (*expected, manifest["own"][0][1]))
     document = run / "checkpoints" / NAMES[0] / DOCUMENT
     document.write_bytes(document.read_bytes().replace(b'"dtype":"float32"', b'"dtype":"float16"', 1))
     done = ckpt("show", run, NAMES[0], "--tensors")

@@ -59,7 +59,8 @@ def older(copy: Path) -> None:
 def bits(file: str, size: int) -> list[int]:
     """Return which bits of a file to flip: first and last, those around its header, and some at random."""
     dice = random.Random(file)
-    return [0, 7 * 8, 8 * 8, size * 8 - 1, *(dice.randrange(size * 8) for _ in range(8))]
+    found = [0, 7 * 8, 8 * 8, size * 8 - 1, *(dice.randrange(size * 8) for _ in range(8))]
+    return sorted({bit for bit in found if bit < size * 8})
 
 
 class Runs:

@@ -8,40 +8,61 @@ xxh3 finds accidents, not forgers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
+from xxhash import xxh3_64_digest, xxh3_128_hexdigest
 
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
+from outlast.checkpoint.policy.manifest import (
+    CHUNK_BYTES,
+    COMMIT,
+    MANIFEST,
+    Manifest,
+    Row,
+    Shard,
+    digests_file,
+    digests_nbytes,
+)
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, check_format
+from outlast.ports import StoredCopy
 
-CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the cache when it is copied and digested
 _LINE = re.compile(rb"outlast checkpoint ([1-9][0-9]{0,8}) ([0-9a-f]{32}) ([0-9a-f]{16})\n")
 
 
-def chunk_digest(chunk: memoryview | bytes) -> str:
+def chunk_digest(chunk: memoryview | bytes) -> bytes:
     """Return the digest of one chunk."""
-    digest: str = xxh3_64_hexdigest(chunk)
+    digest: bytes = xxh3_64_digest(chunk)
     return digest
 
 
-def chunk_digests(content: memoryview | bytes) -> tuple[str, ...]:
-    """Return the digest of each chunk."""
+def chunk_digests(content: memoryview | bytes) -> bytes:
+    """Return the digests of all chunks, one behind the other."""
     view = memoryview(content)
-    return tuple(
-        chunk_digest(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES)
-    )
+    begins = range(0, len(view), CHUNK_BYTES)
+    return b"".join(chunk_digest(view[begin : begin + CHUNK_BYTES]) for begin in begins)
 
 
-def combined(digests: Iterable[str]) -> str:
+def combined(digests: bytes) -> str:
     """Return the digest of a file from those of its chunks."""
-    digest: str = xxh3_128_hexdigest(bytes.fromhex("".join(digests)))
+    digest: str = xxh3_128_hexdigest(digests)
     return digest
 
 
 def file_digest(content: memoryview | bytes) -> str:
     """Return the digest of a file's content."""
     return combined(chunk_digests(content))
+
+
+def read_digests(folder: StoredCopy, shard: Shard) -> bytes:
+    """Return the digests of the chunks of a safetensors file.
+
+    Raises:
+        DamagedCopy: they are not those that were committed.
+        OSError: the file system refused.
+    """
+    name = digests_file(shard.file)
+    found = folder.read(name, digests_nbytes(shard.nbytes))
+    if combined(found) != shard.digest:
+        raise DamagedCopy(Damage(name, f"digests that combine to {shard.digest}", combined(found)))
+    return found
 
 
 def commit_line(version: int, manifest_digest: str) -> bytes:
@@ -51,7 +72,7 @@ def commit_line(version: int, manifest_digest: str) -> bytes:
     not a newer format.
     """
     head = f"outlast checkpoint {version} {manifest_digest} ".encode()
-    return head + chunk_digest(head).encode() + b"\n"
+    return head + chunk_digest(head).hex().encode() + b"\n"
 
 
 def ends_of(manifest: Manifest) -> dict[str, bytes]:
@@ -60,22 +81,15 @@ def ends_of(manifest: Manifest) -> dict[str, bytes]:
     return {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
 
 
-def entries_of(
-    files: tuple[str, str], nbytes: int, digests: Iterable[str], document: bytes
-) -> tuple[FileEntry, FileEntry]:
-    """Return the manifest's entries of a safetensors file and of the JSON file beside it.
+def row_of(nbytes: int, digests: bytes, document: bytes) -> Row:
+    """Return the manifest's row of three files.
 
     Args:
-        files: their names.
         nbytes: size of the safetensors file.
-        digests: of its chunks.
+        digests: of its chunks: content of the file beside it.
         document: content of the JSON file.
     """
-    tensors, beside = files
-    return (
-        FileEntry(tensors, nbytes, combined(digests)),
-        FileEntry(beside, len(document), file_digest(document)),
-    )
+    return Row(nbytes, combined(digests), file_digest(digests), len(document), file_digest(document))
 
 
 def parse_commit(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The two files of a rank: its tensors as a safetensors file, all the rest as typed JSON.
+"""The files of a rank: its tensors as a safetensors file, all the rest as typed JSON, digests of chunks.
 
 The container is written here, byte for byte as the safetensors format says (8 bytes of header
 length, a JSON header, the tensors without gaps), so that the image of the whole file can be
@@ -17,23 +17,21 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.content.codecs import Piece
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests
+from outlast.checkpoint.content.digest import chunk_digests
 from outlast.checkpoint.content.memory import allocate, as_tensor
-from outlast.checkpoint.content.rank_file import finished, text_of, unfinished, whose_file
+from outlast.checkpoint.content.rank_file import document_of, text_of, whose_file
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
 from outlast.checkpoint.policy.manifest import (
     DOCUMENT_BYTES,
     Identity,
-    Shard,
     TensorEntry,
     in_order,
     is_dense,
-    rank_files,
+    table_of,
 )
 from outlast.errors import UsageError
-from outlast.fields import FORMAT_VERSION
 
 _HEADER_ALIGNMENT = 64
 _NO_PIECES: Mapping[str, Piece] = {}
@@ -114,9 +112,8 @@ def lay_out(
         )
         for key, tensor in ordered
     }
-    shard = Shard("", begin + position, CHUNK_BYTES, (), entries, {})
-    listing = text_of(shard.to_json()["tensors"])
-    return Layout(len(text).to_bytes(8, "little") + text, entries, begin + position, listing)
+    header_bytes = len(text).to_bytes(8, "little") + text
+    return Layout(header_bytes, entries, begin + position, text_of(table_of(entries)))
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -159,26 +156,25 @@ class Staging:
 
 @dataclass(frozen=True)
 class Image:
-    """A rank's two files in memory, complete; digests were taken from these very bytes."""
+    """A rank's files in memory; the digests were taken from these very bytes."""
 
     tensors: memoryview
-    digests: tuple[str, ...]
+    digests: bytes
     document: bytes
 
 
 def make_image(captured: Captured, step: int, identity: Identity, staging: Staging) -> Image:
-    """Turn a captured state into the bytes of a rank's two files.
+    """Turn a captured state into the bytes of a rank's files.
 
     Args:
         captured: the state; its tensors are copied here.
         step: completed steps.
-        identity: whose state it is; goes into both files.
+        identity: whose state it is; goes into two of the files.
         staging: memory for the safetensors file.
     """
     layout = lay_out(captured.tensors, notes_of(step, identity), captured.pieces)
     view = staging.fill(layout, captured.tensors)
-    digests = chunk_digests(view)
-    return Image(view, digests, finished(document_of(captured, layout, step, identity), digests))
+    return Image(view, chunk_digests(view), rank_document(captured, layout, step, identity))
 
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
@@ -198,14 +194,14 @@ def readdress(layout: Layout, before: Mapping[str, str], now: Mapping[str, str])
     return replace(layout, header=layout.header.replace(old, new, 1))
 
 
-def document_of(
+def rank_document(
     captured: Captured,
     layout: Layout,
     step: int,
     identity: Identity,
     borrowed: Mapping[str, int] = _NOTHING,
 ) -> bytes:
-    """Return what a rank's JSON file says, but for the digests; see :func:`finished`.
+    """Return a rank's JSON file.
 
     Args:
         captured: the state.
@@ -220,11 +216,7 @@ def document_of(
     for key, piece in captured.pieces.items():
         entry = layout.entries[key]
         assert (entry.global_shape, entry.offsets) == (piece.global_shape, piece.part.offsets), key
-    name = rank_files(identity.rank, identity.world_size)[0]
-    shard = Shard(name, layout.nbytes, CHUNK_BYTES, (), {}, captured.aliases).to_json()
-    del shard["tensors"], shard["digests"]
     values = {
-        "format": FORMAT_VERSION,
         "identity": whose_file(step, identity),
         "state": captured.values,
         "kinds": captured.kinds,
@@ -232,9 +224,10 @@ def document_of(
         "flags": captured.flags,
         "random": Encoder().encode(captured.random, ("random",)),
         "borrowed": borrowed,
+        "aliases": captured.aliases,
     }
-    document = unfinished(values, shard, layout.listing)
-    if len(document) > DOCUMENT_BYTES // 2:  # the rest is for the digests of its tensors
+    document = document_of(values, layout.listing)
+    if len(document) > DOCUMENT_BYTES // 2:  # what a rank leaves for the writer has its claims, too
         raise UsageError(
             f"rank {identity.rank}: what is no tensor in the state takes {len(document)} bytes of JSON, at"
             f" most {DOCUMENT_BYTES // 2} are expected; nothing was saved; keep such data in tensors"

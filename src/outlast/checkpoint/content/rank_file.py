@@ -1,20 +1,16 @@
-"""A rank's JSON file, written and read without torch.
-
-The digests are the last thing in the text, so that the checkpoint writer, which computes them, can append
-them without reading the rest. Most of the rest is as it was one step ago, and is made only once.
-"""
+"""A rank's JSON file, written and read without torch: all of its state but the bytes of the tensors."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from outlast.checkpoint.policy.manifest import Identity, Shard, TensorEntry, alike_files, rank_files, some
-from outlast.fields import Damage, DamagedCopy, Fields
+from outlast.checkpoint.policy.manifest import FileEntry, Identity, Shard, TensorEntry, some
+from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 
 _BITS = re.compile("1|[1-9a-f][0-9a-f]*")
 
@@ -31,7 +27,7 @@ class RankFile:
         random: typed JSON of the random states.
         borrowed: the tensors that are in files which all ranks share: number of the file, by key.
         shared: what these files say of themselves, with the borrowed tensors only.
-        flags: of each module, by name; none in what older versions wrote.
+        flags: of each module, by name.
     """
 
     shard: Shard
@@ -75,27 +71,27 @@ class RankFile:
         return replace(self, shared=tuple(shared))
 
 
-def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
+def parse_rank_file(
+    content: bytes, step: int, identity: Identity, document: str, tensors: FileEntry
+) -> RankFile:
     """Read a rank's JSON file.
 
     Args:
         content: its bytes, verified.
         step: of the manifest that lists it.
         identity: run, generation and world of that manifest, and the rank.
+        document: its name.
+        tensors: entry of the safetensors file beside it.
 
     Raises:
         DamagedCopy: it is not that rank's file.
         CheckpointMismatch: it was written in another format.
     """
-    source = rank_files(identity.rank, identity.world_size)[1]
-    fields = Fields.parse(source, content)
-    whose = fields.mapping("identity")
-    if whose != whose_file(step, identity):
-        raise DamagedCopy(Damage(source, f"the file of {whose_file(step, identity)}", str(whose)))
+    fields = _parsed(content, document, whose_file(step, identity))
     borrowed = fields.mapping("borrowed")
     if any(type(number) is not int or number < 0 for number in borrowed.values()):
         fields.refuse("borrowed", "numbers of files", repr(borrowed))
-    shard = Shard.from_json(source, fields.mapping("shard"), borrowed)
+    shard = Shard.of(fields, tensors, borrowed)
     both = shard.tensors.keys() & borrowed.keys()
     if both:
         fields.refuse("borrowed", "tensors that are not in the rank's own file, too", some(both))
@@ -108,11 +104,19 @@ def parse_rank_file(content: bytes, step: int, identity: Identity) -> RankFile:
             )
     if any(type(kind) is not str for kind in kinds.values()):
         fields.refuse("kinds", "names of types", repr(kinds))
-    flags = fields.mapping("flags") if fields.has("flags") else {}
+    flags = fields.mapping("flags")
     if not all(type(rows) is list and len(rows) == 2 and all(map(_is_row, rows)) for rows in flags.values()):
         fields.refuse("flags", "two rows of bits for each module", repr(flags))
     random = fields.value("random", object)
     return RankFile(shard, values, kinds, parameters, random, borrowed, flags=flags)
+
+
+def _parsed(content: bytes, source: str, whose: Mapping[str, Any]) -> Fields:
+    fields = Fields.parse(source, content)
+    found = fields.mapping("identity")
+    if found != whose:
+        raise DamagedCopy(Damage(source, f"the file of {whose}", str(found)))
+    return fields
 
 
 def _is_row(said: Any) -> bool:
@@ -130,25 +134,11 @@ def _is_parameter(said: Any) -> bool:
     )
 
 
-def parse_alike_file(content: bytes, step: int, identity: Identity, place: tuple[int, int]) -> Shard:
-    """Read the JSON file of a safetensors file that all ranks share.
-
-    Args:
-        content: its bytes, verified.
-        step: of the manifest that lists it.
-        identity: run, generation and world of that manifest, and any rank.
-        place: number of the file, and how many there are.
-
-    Raises:
-        DamagedCopy: it is not that file.
-        CheckpointMismatch: it was written in another format.
-    """
-    source = alike_files(*place)[1]
-    fields = Fields.parse(source, content)
-    whose, expected = fields.mapping("identity"), whose_alike(step, identity)
-    if whose != expected:
-        raise DamagedCopy(Damage(source, f"the file of {expected}", str(whose)))
-    return Shard.from_json(source, fields.mapping("shard"))
+def parse_alike_file(
+    content: bytes, step: int, identity: Identity, document: str, tensors: FileEntry
+) -> Shard:
+    """Read the JSON file of a safetensors file that all ranks share; see :func:`parse_rank_file`."""
+    return Shard.of(_parsed(content, document, whose_alike(step, identity)), tensors)
 
 
 def whose_alike(step: int, identity: Identity) -> dict[str, Any]:
@@ -167,33 +157,16 @@ def whose_file(step: int, identity: Identity) -> dict[str, Any]:
     }
 
 
-_END = "]}}"  # of the digests, the shard and the document
-_UNFINISHED = '"digests":[' + _END
-
-
 def text_of(value: object) -> str:
     """Return JSON without spaces."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def unfinished(values: Mapping[str, object], shard: Mapping[str, object], listing: str) -> bytes:
-    """Return the text of a document that lacks its digests.
+def document_of(values: Mapping[str, object], listing: str) -> bytes:
+    """Return the text of a JSON file.
 
     Args:
-        values: all but the shard, by name.
-        shard: what it says beside its tensors and digests.
-        listing: text of its tensors.
+        values: all but the tensors, by name.
+        listing: JSON of the tensors, which is as it was one step ago.
     """
-    text = f'{text_of(values)[:-1]},"shard":{text_of(shard)[:-1]},"tensors":{listing},{_UNFINISHED}'
-    return text.encode()
-
-
-def finished(document: bytes, digests: Iterable[str]) -> bytes:
-    """Return the text with the digests of the shard's chunks.
-
-    Raises:
-        OSError: it is not one that :func:`unfinished` returned, or not all of it.
-    """
-    if not document.endswith(_UNFINISHED.encode()):
-        raise OSError(f"a rank's document ends with {document[-20:]!r}, not {_UNFINISHED!r}; it is not used")
-    return document[: -len(_END)] + text_of(tuple(digests))[1:-1].encode() + _END.encode()
+    return f'{text_of({"format": FORMAT_VERSION, **values})[:-1]},"tensors":{listing}}}'.encode()

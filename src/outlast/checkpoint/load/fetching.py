@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from outlast.checkpoint.load.departed import Departed
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
-    FileEntry,
     Manifest,
-    is_alike,
+    Row,
     place_of,
     some,
 )
@@ -240,15 +239,15 @@ class _Fetch:
                 manifest, digest = read_manifest(folder, name)
             if (found := evidence(manifest, digest)) != holding.evidence:
                 raise DamagedCopy(Damage(MANIFEST, holding.evidence, found))
-            _require_room(self._stage, sum(entry.nbytes for entry in manifest.files))
-            for entry in manifest.files:
+            _require_room(self._stage, manifest.nbytes)
+            for entry in manifest.needed():
                 chunks = client.fetch(holding.folder, name, entry.name)
                 digest = tier.write_chunks(temporary, entry.name, chunks)
                 if digest != entry.digest:
                     raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
             if name in tier.names():
                 tier.discard(name)
-        return sum(entry.nbytes for entry in manifest.files)
+        return manifest.nbytes
 
 
 def _require_room(stage: Stage, nbytes: int) -> None:
@@ -272,7 +271,8 @@ def _join(stage: Stage, gathering: Gathering) -> None:
         OSError: the file system refused.
     """
     name = gathering.name
-    files: dict[str, tuple[FileEntry, Path]] = {}
+    own: dict[int, Row] = {}
+    paths: dict[str, Path] = {}
     manifest: Manifest | None = None
     for tier in (stage.tier, *stage.replica_tiers()):
         if name not in tier.names():
@@ -282,18 +282,16 @@ def _join(stage: Stage, gathering: Gathering) -> None:
         if evidence(found, digest) != gathering.evidence:
             continue
         manifest = manifest or found
-        for entry in found.files:
-            known, _ = files.setdefault(entry.name, (entry, tier.folder / name / entry.name))
-            if known != entry:
-                raise CheckpointError(f"{name}: {entry.name} is not the same in two nodes' parts")
+        mine = dict(zip(found.ranks, found.own, strict=True))
+        if found.shared != manifest.shared or any(own.get(rank, row) != row for rank, row in mine.items()):
+            raise CheckpointError(f"{name}: files of the same name are not the same in two nodes' parts")
+        own |= mine
+        paths |= {entry.name: tier.folder / name / entry.name for entry in found.needed()}
     assert manifest is not None, "the parts were looked at, or have just come"
-    entries = tuple(entry for entry, _ in (files[file] for file in sorted(files)))
-    whole = replace(manifest, files=entries, part=(), alike=sum(map(is_alike, files)) // 2)
-    if whole.incomplete():
-        raise CheckpointError(f"{name}: its parts make {whole.incomplete()}")
+    whole = manifest.joined(own, manifest.shared)
     with stage.joined.writing(name) as temporary:
-        for entry, path in files.values():
-            os.link(path, stage.joined.folder / temporary / entry.name)
+        for file, path in paths.items():
+            os.link(path, stage.joined.folder / temporary / file)
         stage.joined.write(temporary, ends_of(whole))
 
 

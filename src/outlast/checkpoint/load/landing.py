@@ -17,6 +17,7 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
+from outlast.checkpoint.content.digest import read_digests
 from outlast.checkpoint.content.memory import allocate, block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
 from outlast.checkpoint.load.reading import padded, read_verified, verify_mapped
@@ -174,11 +175,11 @@ class Source:
             DamagedCopy: names the first bytes that are not as they were saved.
             OSError: the file system refused.
         """
-        content = memoryview(self._memory)
+        content, digests = memoryview(self._memory), read_digests(folder, self._shard)
         if self._mapped:
-            verify_mapped(self._shard, content, threads)
+            verify_mapped(self._shard, digests, content, threads)
         else:
-            read_verified(folder, self._shard, content, threads)
+            read_verified(folder, self._shard, digests, content, threads)
 
     def view(self, begin: int, end: int) -> torch.Tensor:
         """Return a range as a tensor of bytes. A write to it does not change the file."""

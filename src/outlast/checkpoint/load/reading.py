@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from outlast.checkpoint.content.digest import chunk_digest
+from outlast.checkpoint.content.digest import chunk_digest, read_digests
 from outlast.checkpoint.content.memory import allocate, as_tensor, block_of, in_threads
-from outlast.checkpoint.policy.manifest import Shard, TensorEntry
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, Shard, TensorEntry
+from outlast.checkpoint.policy.sharing import differing as differing_chunks
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
 from outlast.parallelism.policy.slices import Part, blocks, cover, extent, place_in, strides_of
@@ -40,12 +41,13 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def read_verified(folder: CopyFolder, shard: Shard, target: memoryview, threads: int) -> None:
+def read_verified(folder: CopyFolder, shard: Shard, digests: bytes, target: memoryview, threads: int) -> None:
     """Read a safetensors file and verify every byte of it.
 
     Args:
         folder: the copy.
-        shard: what the JSON file says of the file.
+        shard: the file.
+        digests: of its chunks.
         target: memory that begins at a page, as large as :func:`padded` says; after an error nothing in there
             is worth anything.
         threads: that digest; a few more read, since they mostly wait for the disk.
@@ -54,49 +56,50 @@ def read_verified(folder: CopyFolder, shard: Shard, target: memoryview, threads:
         DamagedCopy: names the first bytes that are not as they were saved.
         OSError: the file system refused.
     """
-    together = max(1, _UNIT_BYTES // shard.chunk_bytes) * shard.chunk_bytes
     with folder.open(shard.file, shard.nbytes) as (descriptor, _), _opened(descriptor, shard) as file:
 
         def read(unit: int) -> None:
-            begin = unit * together
-            end = min(begin + together, shard.nbytes)
+            begin = unit * _UNIT_BYTES
+            end = min(begin + _UNIT_BYTES, shard.nbytes)
             file.read(target, begin, end)
-            verify_chunks(shard, target[begin:end], begin)
+            verify_chunks(shard, digests, target[begin:end], begin)
 
-        in_threads(lambda: read, -(-shard.nbytes // together), max(_READERS, threads))
+        in_threads(lambda: read, -(-shard.nbytes // _UNIT_BYTES), max(_READERS, threads))
 
 
-def verify_chunks(shard: Shard, content: memoryview, begin: int) -> None:
+def verify_chunks(shard: Shard, digests: bytes, content: memoryview, begin: int) -> None:
     """Compare the digests of whole chunks of a file.
 
     Args:
-        shard: what the JSON file says of the file.
+        shard: the file.
+        digests: of its chunks.
         content: the chunks.
         begin: where the first of them begins in the file.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
     """
-    edges = [*range(0, len(content), shard.chunk_bytes), len(content)]
-    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // shard.chunk_bytes):
+    edges = [*range(0, len(content), CHUNK_BYTES), len(content)]
+    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // CHUNK_BYTES):
         found = chunk_digest(content[low:high])
-        if found != shard.digests[number]:
-            expected = f"digest {shard.digests[number]} of bytes {begin + low} to {begin + high}"
-            raise DamagedCopy(Damage(shard.file, expected, found))
+        known = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if found != known:
+            expected = f"digest {known.hex()} of bytes {begin + low} to {begin + high}"
+            raise DamagedCopy(Damage(shard.file, expected, found.hex()))
 
 
-def verify_mapped(shard: Shard, content: memoryview, threads: int) -> None:
+def verify_mapped(shard: Shard, digests: bytes, content: memoryview, threads: int) -> None:
     """Compare the digests of all chunks of a file that is in memory, in several threads.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
     """
-    size = shard.chunk_bytes
 
     def work(number: int) -> None:
-        verify_chunks(shard, content[number * size : (number + 1) * size], number * size)
+        begin = number * CHUNK_BYTES
+        verify_chunks(shard, digests, content[begin : begin + CHUNK_BYTES], begin)
 
-    in_threads(lambda: work, len(shard.digests), threads)
+    in_threads(lambda: work, len(digests) // DIGEST_BYTES, threads)
 
 
 class _File:
@@ -255,10 +258,11 @@ def moves_to(target: Target, stored: Sequence[Stored], reader: int) -> tuple[lis
 class _VerifiedFile:
     """An open safetensors file whose chunks are verified as they are read."""
 
-    def __init__(self, descriptor: int, shard: Shard) -> None:
+    def __init__(self, descriptor: int, shard: Shard, digests: bytes) -> None:
         self._descriptor = descriptor
         self._shard = shard
-        memory = allocate(min(_AT_A_TIME, shard.nbytes) + 2 * shard.chunk_bytes)
+        self.digests = digests
+        memory = allocate(min(_AT_A_TIME, shard.nbytes) + 2 * CHUNK_BYTES)
         self._octets, self._view = as_tensor(memory), memoryview(memory)
         self._first = self._last = 0  # the chunks in memory
 
@@ -269,7 +273,7 @@ class _VerifiedFile:
             DamagedCopy: a chunk in which they lie is not as it was saved.
             OSError: the file system refused.
         """
-        size = self._shard.chunk_bytes
+        size = CHUNK_BYTES
         first, last = begin // size, -(-end // size)
         if first < self._first or last > self._last:
             self._load(first, last)
@@ -277,7 +281,7 @@ class _VerifiedFile:
         return self._octets[offset : offset + end - begin]
 
     def _load(self, first: int, last: int) -> None:
-        shard, size = self._shard, self._shard.chunk_bytes
+        shard, size = self._shard, CHUNK_BYTES
         kept = max(self._last - first, 0) if first >= self._first else 0
         if kept:  # the next tensor begins as a rule in the chunk in which the last one ended
             start = (first - self._first) * size
@@ -287,14 +291,15 @@ class _VerifiedFile:
             begin, end = number * size, min((number + 1) * size, shard.nbytes)
             chunk = self._view[begin - first * size : end - first * size]
             read_exactly(self._descriptor, chunk, begin, shard.file)
-            verify_chunks(shard, chunk, begin)
+            verify_chunks(shard, self.digests, chunk, begin)
         self._last = last
 
 
 @contextmanager
 def _opened_file(folder: CopyFolder, shard: Shard) -> Iterator[_VerifiedFile]:
+    digests = read_digests(folder, shard)
     with folder.open(shard.file, shard.nbytes) as (descriptor, _):
-        yield _VerifiedFile(descriptor, shard)
+        yield _VerifiedFile(descriptor, shard, digests)
 
 
 def carry_out(folder: CopyFolder, shards: Mapping[int, Shard], moves: Sequence[Move]) -> None:
@@ -373,7 +378,7 @@ def differing(
     for (left, right), entries in sorted(by_sources.items()):
         with _opened_file(folder, shards[left]) as first, _opened_file(folder, shards[right]) as second:
             for key, here, there in sorted(entries, key=lambda each: each[1].begin):
-                for begin, end in _doubtful(shards[left], shards[right], here, there):
+                for begin, end in _doubtful(first.digests, second.digests, here, there):
                     moved = there.begin - here.begin
                     if not torch.equal(first.read(begin, end), second.read(begin + moved, end + moved)):
                         found.append((key, left, right))
@@ -381,13 +386,13 @@ def differing(
     return found
 
 
-def _doubtful(one: Shard, other: Shard, here: TensorEntry, there: TensorEntry) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of ``one`` in which a tensor is not known to be the same in both."""
-    size = one.chunk_bytes
-    if here.begin != there.begin or other.chunk_bytes != size:
+def _doubtful(one: bytes, other: bytes, here: TensorEntry, there: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file in which its digests do not show that another one has the same bytes."""
+    if here.begin != there.begin:
         for begin in range(here.begin, here.end, _AT_A_TIME):
             yield begin, min(begin + _AT_A_TIME, here.end)
         return
-    for number in range(here.begin // size, -(-here.end // size)):
-        if one.digests[number] != other.digests[number]:
-            yield max(here.begin, number * size), min(here.end, (number + 1) * size)
+    first, last = here.begin // CHUNK_BYTES, -(-here.end // CHUNK_BYTES)
+    unlike = differing_chunks(*(each[first * DIGEST_BYTES : last * DIGEST_BYTES] for each in (one, other)))
+    for begin in ((first + number) * CHUNK_BYTES for number in unlike):
+        yield max(here.begin, begin), min(here.end, begin + CHUNK_BYTES)

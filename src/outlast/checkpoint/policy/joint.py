@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
-from outlast.checkpoint.policy.manifest import FileEntry, is_alike, some
+from outlast import codec
+from outlast.checkpoint.policy.manifest import Row, nbytes_of, some
+from outlast.codec import Malformed, Meta
 
 _RECENT = 256
 _MOST_AHEAD = 64  # steps
 _AT_REST = 3  # reports in a row from which nothing has changed
 _MOST_WRITTEN = 64  # copies on their way to disk
-_MOST_CHARACTERS, _MOST_TEXT = 4096, 2000  # of any text, of an error
-_MOST = 1 << 62
+_MOST_TEXT = 2000  # characters of an error
+_Text = Annotated[str, Meta(max_length=4096)]
+_Number = Annotated[int, Meta(ge=-1, le=(1 << 62) - 1)]
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,20 @@ class Written:
     Args:
         name: of the copy.
         step: completed steps.
-        files: the node's files.
+        own: rows of the node's ranks, each with the rank.
         blocked: seconds that its ranks stood still for it, at most.
         error: why the files are not there; empty: they are.
         session: of the ranks that staged it; parts of two sessions are never put together.
+        shared: rows of the files that all ranks share.
     """
 
-    name: str
-    step: int
-    files: tuple[FileEntry, ...] = ()
-    blocked: float = 0.0
-    error: str = ""
-    session: str = ""
+    name: _Text
+    step: _Number
+    own: tuple[tuple[_Number, Row], ...] = ()
+    blocked: Annotated[float, Meta(ge=0, le=1 << 62)] = 0.0
+    error: _Text = ""
+    session: _Text = ""
+    shared: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,63 +69,30 @@ class Report:
         written: copies on their way to disk that the leader has not answered for.
     """
 
-    node: str
-    session: str
-    newest: int = -1
-    round: int = 0
-    replicated: int = -1
+    node: _Text
+    session: _Text
+    newest: _Number = -1
+    round: _Number = 0
+    replicated: _Number = -1
     missed: bool = False
-    written: tuple[Written, ...] = ()
+    written: Annotated[tuple[Written, ...], Meta(max_length=_MOST_WRITTEN)] = ()
 
     def to_values(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return asdict(self)
+        values: dict[str, Any] = codec.values_of(self)
+        return values
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Report:
         """Read what :meth:`to_values` returned, through JSON.
 
         Raises:
-            TypeError, KeyError, ValueError: it is no report.
+            Malformed: it is no report.
         """
-        if not len(values["written"]) <= _MOST_WRITTEN:
-            raise ValueError(f"at most {_MOST_WRITTEN} copies expected, {len(values['written'])} found")
-        written = tuple(
-            Written(**{**one, "files": tuple(FileEntry(**entry) for entry in one["files"])})
-            for one in values["written"]
-        )
-        report = cls(**{**values, "written": written})
-        _check(report)
-        for one in written:
-            _check(one)
-            for entry in one.files:
-                _check(entry)
+        report = codec.convert(values, cls)
+        if report.to_values() != values:
+            raise Malformed("a report with unknown or missing fields")
         return report
-
-
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "str": (str,),
-    "float": (int, float),
-    "bool": (bool,),
-}
-
-
-def _check(said: Report | Written | FileEntry) -> None:
-    """Check that fields have their types, and are no larger than any node would say.
-
-    Raises:
-        ValueError: one is not so.
-    """
-    for spec in fields(said):
-        value = getattr(said, spec.name)
-        kinds = _KINDS.get(str(spec.type))
-        if kinds is not None and type(value) not in kinds:
-            raise ValueError(f"{spec.name}: {spec.type} expected, {type(value).__name__} found")
-        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
-            raise ValueError(f"{spec.name}: at most {_MOST_CHARACTERS} characters expected")
-        if type(value) in (int, float) and not -1 <= value < _MOST:
-            raise ValueError(f"{spec.name}: a number from -1 to {_MOST} expected, {value} found")
 
 
 @dataclass(frozen=True)
@@ -157,7 +129,8 @@ class Complete:
     Args:
         name: of the copy.
         step: completed steps.
-        files: of all nodes; those that nodes have in common once.
+        own: rows of all ranks, by rank.
+        shared: rows of the files that all ranks share.
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
         session: of the ranks that staged it.
@@ -166,11 +139,17 @@ class Complete:
 
     name: str
     step: int
-    files: tuple[FileEntry, ...]
+    own: dict[int, Row]
+    shared: tuple[Row, ...]
     blocked: float
     errors: tuple[str, ...]
     session: str
     unlike: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return nbytes_of((*self.own.values(), *self.shared))
 
 
 class Leader:
@@ -287,26 +266,28 @@ class Leader:
 
 def _complete(told: Mapping[str, Written]) -> Complete:
     first = next(iter(told.values()))
-    files: dict[str, tuple[str, FileEntry]] = {}
-    unlike = []
-    sharing = [node for node in sorted(told) if any(is_alike(one.name) for one in told[node].files)]
+    errors = [f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error]
     written = [node for node in sorted(told) if not told[node].error]
-    if sharing and len(sharing) < len(written):  # each counts on the others to write some of these files
-        unlike.append(f"node {some(sharing)} shares files with the others, and not all others do")
-    for node in sorted(told):
-        for entry in told[node].files:
-            other, known = files.setdefault(entry.name, (node, entry))
-            if known != entry:
-                unlike.append(
-                    f"{entry.name} is not the same on nodes {other} and {node}: ranks that should hold the"
-                    " same do not, which may be silent corruption; from now on each writes all of its own"
-                )
+    own: dict[int, Row] = {}
+    for node in written:
+        mine = dict(told[node].own)
+        if own.keys() & mine.keys():
+            errors.append(f"node {node} has written files of rank {some(own.keys() & mine.keys())}, too")
+        own |= mine
+    unlike = [node for node in written if told[node].shared != told[written[0]].shared]
+    if unlike:
+        errors.append(
+            f"what all ranks share is not the same on nodes {written[0]} and {some(unlike)}: ranks that"
+            " should hold the same do not, which may be silent corruption; from now on each writes all of its"
+            " own"
+        )
     return Complete(
         first.name,
         first.step,
-        tuple(entry for _, entry in files.values()),
-        max(written.blocked for written in told.values()),
-        (*(f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error), *unlike[:1]),
+        own,
+        told[written[0]].shared if written else (),
+        max(one.blocked for one in told.values()),
+        tuple(errors),
         first.session,
         bool(unlike),
     )

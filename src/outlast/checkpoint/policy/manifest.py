@@ -1,7 +1,7 @@
 """What a copy of a checkpoint says about itself, and how far that can be believed.
 
 The chain of evidence: COMMIT holds the digest of MANIFEST.json, the manifest those of all other
-files, a rank's JSON file those of the chunks of its tensors. Here is what the texts must
+files, the file of digests beside a safetensors file those of its chunks. Here is what the texts must
 contain; digests are computed by :mod:`outlast.checkpoint.content.digest`.
 """
 
@@ -12,12 +12,14 @@ import json
 import math
 import operator
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, NamedTuple
 
+from outlast import codec
+from outlast.codec import Malformed, Meta
+from outlast.errors import CheckpointError
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 from outlast.parallelism.policy.degrees import NAMES, Layout
 
@@ -25,12 +27,13 @@ MANIFEST = "MANIFEST.json"
 COMMIT = "COMMIT"
 # What is read whole is no larger, whatever a file system says.
 COMMIT_BYTES = 4096
-MANIFEST_BYTES = 256 << 20  # 150 a file, two files a rank
-DOCUMENT_BYTES = 1 << 30  # a rank's JSON file; its digests take 20 a MiB of tensors
+MANIFEST_BYTES = 256 << 20  # 150 a rank
+DOCUMENT_BYTES = 1 << 30  # a rank's JSON file, or its file of digests
+CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the cache when it is copied and digested
+DIGEST_BYTES = 8  # of the digest of a chunk
 MOST_RANKS = 1 << 20
 _MOST_ELEMENTS = 1 << 60  # of a whole tensor; sizes and strides of torch have 63 bits
 _MOST_DIMENSIONS = 256  # more than any tensor has
-_CHUNK_BYTES = 64 << 20  # the largest chunk: as much memory is taken by each thread that reads
 _WIDTHS = {  # bytes of an element, of the types that most checkpoints have
     **dict.fromkeys(("float64", "int64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
@@ -39,8 +42,6 @@ _WIDTHS = {  # bytes of an element, of the types that most checkpoints have
 }
 
 _COPY_NAME = re.compile(r"step-([0-9]{9,})\.g([0-9]+)")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_CHUNK_DIGEST = re.compile(r"[0-9a-f]{16}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
 
 
@@ -77,6 +78,40 @@ class FileEntry:
     digest: str
 
 
+Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+class Row(NamedTuple):
+    """What a manifest says of three files: tensors, digests of their chunks, and JSON document.
+
+    Args:
+        nbytes: of the safetensors file.
+        digest: of that file.
+        digests: digest of the file that holds the digests of its chunks.
+        document_nbytes: of the document.
+        document: digest of the document.
+    """
+
+    nbytes: Count
+    digest: Digest
+    digests: Digest
+    document_nbytes: Count
+    document: Digest
+
+    def entries(self, names: Names) -> tuple[FileEntry, FileEntry, FileEntry]:
+        """Return the entries of the three files.
+
+        Args:
+            names: of the files.
+        """
+        return (
+            FileEntry(names.tensors, self.nbytes, self.digest),
+            FileEntry(names.digests, digests_nbytes(self.nbytes), self.digests),
+            FileEntry(names.document, self.document_nbytes, self.document),
+        )
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor in a shard.
@@ -108,78 +143,62 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank's JSON file says about its safetensors file.
+    """A safetensors file, as the manifest and the JSON file beside it describe it.
 
     Args:
         file: name of the safetensors file.
         nbytes: its size.
-        chunk_bytes: size of a chunk; the last one may be shorter.
-        digests: one a chunk, from the first byte of the file to the last.
+        digest: of its chunks' digests.
         tensors: what is in it, by key.
         aliases: keys of tied tensors, each with the key under which its bytes are stored.
     """
 
     file: str
     nbytes: int
-    chunk_bytes: int
-    digests: tuple[str, ...]
+    digest: str
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the shard as JSON values."""
-        tensors = {
-            key: {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "global_shape": entry.global_shape,
-                "offsets": entry.offsets,
-                "nbytes": entry.nbytes,
-                "range": (entry.begin, entry.end),
-                **({} if entry.strides is None else {"strides": entry.strides}),
-            }
-            for key, entry in self.tensors.items()
-        }
-        return {
-            "file": self.file,
-            "nbytes": self.nbytes,
-            "chunk_bytes": self.chunk_bytes,
-            "digests": self.digests,
-            "tensors": tensors,
-            "aliases": self.aliases,
-        }
-
     @classmethod
-    def from_json(cls, source: str, value: object, borrowed: Collection[str] = ()) -> Shard:
-        """Read a shard from JSON values.
+    def of(cls, fields: Fields, entry: FileEntry, borrowed: Collection[str] = ()) -> Shard:
+        """Read what a JSON file says of the safetensors file beside it.
 
         Args:
-            source: name of the file it stands in, for errors.
-            value: what :meth:`to_json` returned, through JSON.
+            fields: of the JSON file.
+            entry: of the safetensors file, in the manifest.
             borrowed: keys of tensors that the same rank has in other files.
 
         Raises:
-            DamagedCopy: it is not a shard.
+            DamagedCopy: it describes no such file.
         """
-        fields = Fields(source, value)
-        nbytes, chunk_bytes = fields.count("nbytes"), fields.count("chunk_bytes", least=1)
-        if chunk_bytes > _CHUNK_BYTES:
-            fields.refuse("chunk_bytes", f"at most {_CHUNK_BYTES}", str(chunk_bytes))
-        digests = fields.all_matching("digests", _CHUNK_DIGEST)
-        if len(digests) != -(-nbytes // chunk_bytes):
-            fields.refuse("digests", f"{-(-nbytes // chunk_bytes)} of them", str(len(digests)))
         tensors = {
-            key: _tensor_entry(Fields(source, entry), key, nbytes)
-            for key, entry in fields.mapping("tensors").items()
+            key: _tensor_entry(Fields(fields.source, said), key, entry.nbytes)
+            for key, said in fields.mapping("tensors").items()
         }
-        spans = sorted((entry.begin, entry.end) for entry in tensors.values())
+        spans = sorted((one.begin, one.end) for one in tensors.values())
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             fields.refuse("tensors", "ranges apart from each other", "two that overlap")
         aliases = fields.mapping("aliases")
         for key, target in aliases.items():
             if type(target) is not str or (target not in tensors and target not in borrowed):
                 fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
-        return cls(fields.file_name("file"), nbytes, chunk_bytes, digests, tensors, aliases)
+        return cls(entry.name, entry.nbytes, entry.digest, tensors, aliases)
+
+
+def table_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return what a JSON file says of tensors, for :meth:`Shard.of`."""
+    return {
+        key: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "global_shape": entry.global_shape,
+            "offsets": entry.offsets,
+            "nbytes": entry.nbytes,
+            "range": (entry.begin, entry.end),
+            **({} if entry.strides is None else {"strides": entry.strides}),
+        }
+        for key, entry in tensors.items()
+    }
 
 
 def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
@@ -233,28 +252,28 @@ class Manifest:
             launcher knew none.
         cursor: where in the data the next step reads, as typed JSON; None: the state knows.
         created: wall time of the commit, seconds since the epoch.
-        files: every file but the manifest and COMMIT.
+        own: the files of each rank of :attr:`ranks`.
         session: of the ranks that staged it, where nodes stage each its part; empty: one hand made it all.
-        part: the ranks whose files these are; empty: all.
-        alike: how many files there are with tensors that all ranks hold alike, each written once for all.
+        part: the ranks whose files these are, in order; empty: all.
+        shared: the files with tensors that all ranks hold alike, each written once for all.
         began: the copy from which the generation began; empty: from nothing; None: not known.
     """
 
     run_id: str
-    generation: int
-    step: int
-    world_size: int
+    generation: Count
+    step: Count
+    world_size: Annotated[int, Meta(ge=1)]
     parallelism: dict[str, int]
     cursor: Any
     created: float
-    files: tuple[FileEntry, ...]
+    own: tuple[Row, ...]
     session: str = ""
-    part: tuple[int, ...] = ()
-    alike: int = 0
+    part: tuple[Count, ...] = ()
+    shared: tuple[Row, ...] = ()
     began: str | None = None
 
     @property
-    def ranks(self) -> Collection[int]:
+    def ranks(self) -> Sequence[int]:
         """The ranks whose files it lists."""
         return self.part or range(self.world_size)
 
@@ -263,96 +282,118 @@ class Manifest:
         """The layout of the ranks that wrote it; None: not known."""
         return Layout(**self.parallelism) if self.parallelism else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that it lists."""
+        return nbytes_of((*self.own, *self.shared))
+
     def to_json(self) -> str:
         """Return the text of MANIFEST.json."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        text = json.dumps({"format": FORMAT_VERSION, **values}, separators=(",", ":"), allow_nan=False)
+        return text + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Read the text of MANIFEST.json, strictly.
+        """Read the text of MANIFEST.json, strictly: no other text stands for the same manifest.
 
         Raises:
             DamagedCopy: it is not a manifest, or not a complete one.
             CheckpointMismatch: it was written in another format.
         """
-        fields = Fields.parse(MANIFEST, text)
-        created = fields.value("created", float)
-        if not math.isfinite(created):
-            fields.refuse("created", "seconds", str(created))
-        parallelism = fields.mapping("parallelism")
-        if parallelism.keys() - set(NAMES) or any(type(ranks) is not int for ranks in parallelism.values()):
-            fields.refuse("parallelism", f"ranks by {', '.join(NAMES)}", repr(parallelism))
-        files = tuple(
-            FileEntry(entry.file_name("name"), entry.count("nbytes"), entry.matching("digest", _DIGEST))
-            for entry in (Fields(MANIFEST, each) for each in fields.value("files", list))
-        )
-        manifest = cls(
-            run_id=fields.text("run_id"),
-            generation=fields.count("generation"),
-            step=fields.count("step"),
-            world_size=fields.count("world_size", least=1),
-            parallelism=parallelism,
-            cursor=fields.value("cursor", object),
-            created=created,
-            files=files,
-            session=fields.text("session"),
-            part=fields.counts("part"),
-            alike=fields.count("alike"),
-            began=fields.optional_text("began"),
-        )
-        if manifest.world_size > MOST_RANKS:
-            fields.refuse("world_size", f"at most {MOST_RANKS}", str(manifest.world_size))
-        layout = manifest.layout
-        if layout is not None and (layout.problem() or layout.ranks != manifest.world_size):
-            fields.refuse("parallelism", f"a layout of {manifest.world_size} ranks", repr(parallelism))
-        if manifest.began and parse_copy_name(manifest.began) is None:
-            fields.refuse("began", "the name of a copy", repr(manifest.began))
-        if manifest.alike > manifest.world_size:
-            fields.refuse("alike", f"at most {manifest.world_size}", str(manifest.alike))
-        if manifest.part and (max(manifest.part) >= manifest.world_size or not manifest.session):
-            expected = f"ranks below {manifest.world_size} of a session"
-            fields.refuse("part", expected, f"{some(manifest.part)} of session {manifest.session!r}")
-        problem = manifest.incomplete()
-        if problem:
-            raise DamagedCopy(Damage(MANIFEST, "two files of each rank", problem))
+        parsed = Fields.parse(MANIFEST, text)
+        try:
+            manifest = codec.convert(parsed.values, cls)
+            problem = next(manifest._problems(), None)
+            if problem is not None:
+                parsed.refuse(*problem)
+            written = manifest.to_json()
+        except (Malformed, ValueError, RecursionError) as error:
+            raise DamagedCopy(Damage(MANIFEST, "a manifest", str(error)[:200])) from error
+        if text not in (written, written.encode()):
+            found = "unknown, doubled or missing fields, or spaces"
+            raise DamagedCopy(Damage(MANIFEST, "the text of a manifest", found))
         return manifest
 
-    def needed(self, ranks: Iterable[int] | None = None) -> list[str]:
-        """Return the files that ranks of the world that wrote it need; None: all whose files it lists."""
-        chosen = self.ranks if ranks is None else [rank for rank in ranks if rank < self.world_size]
-        names = [name for rank in chosen for name in rank_files(rank, self.world_size)]
-        shared = range(self.alike) if chosen else ()
-        return names + [name for number in shared for name in alike_files(number, self.alike)]
+    def _problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield fields that contradict others: name, what is expected, what was found."""
+        if self.world_size > MOST_RANKS:
+            yield "world_size", f"at most {MOST_RANKS}", str(self.world_size)
+        if not math.isfinite(self.created):
+            yield "created", "seconds", str(self.created)
+        if self.parallelism.keys() - set(NAMES):
+            yield "parallelism", f"ranks by {', '.join(NAMES)}", repr(self.parallelism)
+        layout = self.layout
+        if layout is not None and (layout.problem() or layout.ranks != self.world_size):
+            yield "parallelism", f"a layout of {self.world_size} ranks", repr(self.parallelism)
+        if self.began and parse_copy_name(self.began) is None:
+            yield "began", "the name of a copy", repr(self.began)
+        if len(self.shared) > self.world_size:
+            yield "shared", f"files at most of {self.world_size} ranks", str(len(self.shared))
+        in_turn = all(map(operator.lt, self.part, self.part[1:]))
+        if self.part and (not in_turn or self.part[-1] >= self.world_size or not self.session):
+            expected = f"ranks below {self.world_size} in order, of a session"
+            yield "part", expected, f"{some(self.part)} of session {self.session!r}"
+        if len(self.own) != len(self.ranks):
+            yield "own", f"files of {len(self.ranks)} ranks", f"of {len(self.own)}"
 
-    def incomplete(self) -> str:
-        """Return which files of which rank are missing, doubled or unknown; empty when all is there."""
-        names = [entry.name for entry in self.files]
-        if len(names) < len(self.ranks):  # the names of very many ranks are not made for a short list
-            return f"{len(names)} files of {len(self.ranks)} ranks"
-        expected = set(self.needed())
-        for kind, found in (
-            ("lacks", expected - set(names)),
-            ("does not know", set(names) - expected),
-            ("doubles", {name for name, count in Counter(names).items() if count > 1}),
-        ):
-            if found:
-                return f"one that {kind} {some(found)}"
-        return ""
-
-    def file(self, name: str) -> FileEntry:
-        """Return the entry of a file of this copy.
+    def of_rank(self, rank: int) -> tuple[FileEntry, FileEntry, FileEntry]:
+        """Return the entries of a rank's files: tensors, digests, document.
 
         Raises:
-            DamagedCopy: the manifest does not list it.
+            DamagedCopy: the manifest does not list them.
         """
-        entry = self._by_name.get(name)
-        if entry is None:
-            raise DamagedCopy(Damage(MANIFEST, f"an entry for {name}", "none"))
-        return entry
+        ranks = self.ranks
+        at = bisect_left(ranks, rank)
+        if at == len(ranks) or ranks[at] != rank:
+            raise DamagedCopy(Damage(MANIFEST, f"files of rank {rank}", "none"))
+        return self.own[at].entries(rank_files(rank, self.world_size))
 
-    @cached_property
-    def _by_name(self) -> dict[str, FileEntry]:
-        return {entry.name: entry for entry in self.files}
+    def of_shared(self, number: int) -> tuple[FileEntry, FileEntry, FileEntry]:
+        """Return the entries of files that all ranks share: tensors, digests, document.
+
+        Raises:
+            DamagedCopy: the manifest does not list them.
+        """
+        count = len(self.shared)
+        if number >= count:
+            raise DamagedCopy(Damage(MANIFEST, f"shared files of number {number}", f"{count} of them"))
+        return self.shared[number].entries(alike_files(number, count))
+
+    def needed(self, ranks: Iterable[int] | None = None) -> Iterator[FileEntry]:
+        """Yield the files that ranks of the world that wrote it need; None: all that it lists."""
+        chosen = self.ranks if ranks is None else [rank for rank in ranks if rank < self.world_size]
+        for rank in chosen:
+            yield from self.of_rank(rank)
+        for number in range(len(self.shared) if chosen else 0):
+            yield from self.of_shared(number)
+
+    def joined(self, own: Mapping[int, Row], shared: tuple[Row, ...]) -> Manifest:
+        """Return the manifest of the copy of which this one is a part.
+
+        Args:
+            own: the rows of all ranks.
+            shared: the rows of the files that all ranks share.
+
+        Raises:
+            CheckpointError: ranks are missing.
+        """
+        lacking = set(range(self.world_size)) - own.keys()
+        if lacking:
+            name = copy_name(self.step, self.generation)
+            raise CheckpointError(f"{name}: files of rank {some(lacking)} of {self.world_size} are missing")
+        rows = tuple(own[rank] for rank in range(self.world_size))
+        return replace(self, own=rows, part=(), shared=shared)
+
+
+def nbytes_of(rows: Iterable[Row]) -> int:
+    """Return the bytes of all files of rows."""
+    return sum(one.nbytes + digests_nbytes(one.nbytes) + one.document_nbytes for one in rows)
+
+
+def digests_nbytes(nbytes: int) -> int:
+    """Return the size of the file with the digests of the chunks of a file of some bytes."""
+    return -(-nbytes // CHUNK_BYTES) * DIGEST_BYTES
 
 
 def copy_name(step: int, generation: int) -> str:
@@ -414,21 +455,31 @@ def place_of(name: str) -> tuple[int, int]:
     return parse_copy_name(name) or (-1, -1)
 
 
-def rank_files(rank: int, world_size: int) -> tuple[str, str]:
-    """Return the names of a rank's safetensors and JSON file."""
-    stem = f"rank-{rank:05d}-of-{world_size:05d}"
-    return f"{stem}.safetensors", f"{stem}.json"
+class Names(NamedTuple):
+    """Names of three files that belong together."""
+
+    tensors: str
+    digests: str
+    document: str
 
 
-def alike_files(number: int, count: int) -> tuple[str, str]:
-    """Return the names of one of the safetensors files that all ranks share, and of its JSON file."""
-    stem = f"alike-{number:05d}-of-{count:05d}"
-    return f"{stem}.safetensors", f"{stem}.json"
+def rank_files(rank: int, world_size: int) -> Names:
+    """Return the names of a rank's files."""
+    return _names(f"rank-{rank:05d}-of-{world_size:05d}")
 
 
-def is_alike(name: str) -> bool:
-    """Say whether a file of a copy is one that all ranks share, by its name."""
-    return name.startswith("alike-")
+def alike_files(number: int, count: int) -> Names:
+    """Return the names of files with tensors that all ranks hold alike."""
+    return _names(f"alike-{number:05d}-of-{count:05d}")
+
+
+def _names(stem: str) -> Names:
+    return Names(f"{stem}.safetensors", digests_file(f"{stem}.safetensors"), f"{stem}.json")
+
+
+def digests_file(tensors: str) -> str:
+    """Return the name of the file with the digests of the chunks of a safetensors file."""
+    return tensors.removesuffix(".safetensors") + ".digests"
 
 
 def first_few(problems: Sequence[str], limit: int = 5) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from outlast.checkpoint.policy.manifest import TensorEntry
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, TensorEntry
 
 LEAST_BYTES = 64 << 10  # of a tensor that is worth sharing
 ALL = "*"  # among keys that are to be kept apart: every one of them
@@ -55,22 +55,18 @@ def divide(nbytes: Mapping[str, int], files: int) -> tuple[tuple[str, ...], ...]
     return tuple(map(tuple, found))
 
 
-def chunks_of(entry: TensorEntry, chunk_bytes: int) -> range:
+def chunks_of(entry: TensorEntry) -> range:
     """Return the numbers of the chunks of a file in which a tensor has bytes."""
-    return range(entry.begin // chunk_bytes, -(-entry.end // chunk_bytes))
+    return range(entry.begin // CHUNK_BYTES, -(-entry.end // CHUNK_BYTES))
 
 
-def in_chunks(entries: Mapping[str, TensorEntry], numbers: Collection[int], chunk_bytes: int) -> set[str]:
+def in_chunks(entries: Mapping[str, TensorEntry], numbers: Collection[int]) -> set[str]:
     """Return the tensors that have bytes in one of some chunks of a file."""
-    return {
-        key
-        for key, entry in entries.items()
-        if any(number in numbers for number in chunks_of(entry, chunk_bytes))
-    }
+    return {key for key, entry in entries.items() if any(number in numbers for number in chunks_of(entry))}
 
 
-def differing(expected: Sequence[str], found: Sequence[str]) -> Iterator[int]:
+def differing(expected: bytes, found: bytes) -> Iterator[int]:
     """Yield the numbers of the chunks whose digests are not the same."""
-    for number in range(max(len(expected), len(found))):
-        if expected[number : number + 1] != found[number : number + 1]:
-            yield number
+    for begin in range(0, max(len(expected), len(found)), DIGEST_BYTES):
+        if expected[begin : begin + DIGEST_BYTES] != found[begin : begin + DIGEST_BYTES]:
+            yield begin // DIGEST_BYTES

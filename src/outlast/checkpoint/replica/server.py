@@ -57,7 +57,7 @@ _MOST_FILES = 10_000
 _MOST_PUTS = 2  # of one node at once: one whose sender was killed may not have ended yet
 _BACKLOG = 1024
 _NAME_BYTES = 255  # NAME_MAX of Linux
-_FILE = re.compile(r"(?:rank|alike)-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|json)")
+_FILE = re.compile(r"(?:rank|alike)-([0-9]{5,9})-of-([0-9]{5,9})\.(?:safetensors|digests|json)")
 
 Handler = Callable[[str, dict[str, Any]], dict[str, Any]]
 

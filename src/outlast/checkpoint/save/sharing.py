@@ -18,41 +18,25 @@ import torch
 from xxhash import xxh3_64
 
 from outlast.agreement.worker.reports import Rounds
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined
+from outlast.checkpoint.content.digest import chunk_digest, combined
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
-from outlast.checkpoint.content.rank_file import unfinished, whose_alike
+from outlast.checkpoint.content.rank_file import document_of, whose_alike
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.transfers import is_plain, octets_of
 from outlast.checkpoint.content.typed_json import dtype_name
-from outlast.checkpoint.policy.manifest import Identity, Shard, alike_files
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, Identity, alike_files
 from outlast.checkpoint.policy.sharing import ALL, LEAST_BYTES, chunks_of, divide, held_by_all, mask
 from outlast.checkpoint.save.buffers import Buffer, Buffers
-from outlast.checkpoint.tiers.memory_folder import Claims, draft_file, write_whole
+from outlast.checkpoint.tiers.memory_folder import Claims, write_whole
 from outlast.errors import CheckpointError
-from outlast.fields import FORMAT_VERSION
 
 _RUN_CHUNKS = 32  # what a thread digests at a time
-Spread = Callable[[Callable[[range], dict[int, str]], Sequence[range]], Iterable[dict[int, str]]]
+Spread = Callable[[Callable[[range], dict[int, bytes]], Sequence[range]], Iterable[dict[int, bytes]]]
 
 
 def notes_of_alike(step: int, identity: Identity) -> dict[str, str]:
     """Return what the header of such a file says besides its tensors."""
     return note_of(whose_alike(step, identity))
-
-
-def document_of_alike(layout: Layout, step: int, identity: Identity, place: tuple[int, int]) -> bytes:
-    """Return what the JSON file of such a file says, but for the digests.
-
-    Args:
-        layout: of its tensors.
-        step: completed steps.
-        identity: whose state it is.
-        place: number of the file, and how many there are.
-    """
-    shard = Shard(alike_files(*place)[0], layout.nbytes, CHUNK_BYTES, (), {}, {}).to_json()
-    del shard["tensors"], shard["digests"]
-    values = {"format": FORMAT_VERSION, "identity": whose_alike(step, identity)}
-    return unfinished(values, shard, layout.listing)
 
 
 class Unwritten:
@@ -76,25 +60,25 @@ class Unwritten:
     def with_any(self, keys: Collection[str]) -> set[int]:
         """Return the numbers of the chunks in which one of some tensors has bytes."""
         entries = self._layout.entries
-        found = (chunks_of(entries[key], CHUNK_BYTES) for key in entries.keys() & set(keys))
+        found = (chunks_of(entries[key]) for key in entries.keys() & set(keys))
         return {number for numbers in found for number in numbers}
 
-    def digests(self, numbers: Collection[int], spread: Spread = map) -> dict[int, str]:
+    def digests(self, numbers: Collection[int], spread: Spread = map) -> dict[int, bytes]:
         """Return the digests of some of its chunks, by number.
 
         Args:
             numbers: of the chunks.
             spread: like ``map``; may call in several threads.
         """
-        found: dict[int, str] = {}
+        found: dict[int, bytes] = {}
         for one in spread(self._digest, list(_runs(sorted(numbers)))):
             found |= one
         return found
 
-    def _digest(self, run: range) -> dict[int, str]:
+    def _digest(self, run: range) -> dict[int, bytes]:
         begin = run.start * CHUNK_BYTES
         end = min(run.stop * CHUNK_BYTES, self._layout.nbytes)
-        found: dict[int, str] = {}
+        found: dict[int, bytes] = {}
         place, state = begin, xxh3_64()
         for view, _ in self._views(begin, end):
             at = 0
@@ -107,7 +91,7 @@ class Unwritten:
                     continue
                 state.update(part)
                 if place % CHUNK_BYTES == 0 or place == end:
-                    found[number] = state.hexdigest()
+                    found[number] = state.digest()
                     state = xxh3_64()
         return found
 
@@ -157,7 +141,7 @@ def digests_of(captured: Captured, spread: Spread = map) -> dict[str, str]:
             form = {"form": f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order or ''}"}
             one = Unwritten(lay_out({"": tensor}, form), {"": tensor})
             chunks = one.digests(one.chunks, spread)
-            found[key] = combined(chunks[number] for number in one.chunks)
+            found[key] = combined(_in_order(chunks))
     return found
 
 
@@ -279,7 +263,7 @@ class Share:
     borrowed: dict[str, int]
     buffers: Buffers | None
     _buffer: Buffer | None = None
-    _digests: dict[int, dict[int, str]] = field(default_factory=dict)
+    _digests: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     @property
     def written(self) -> tuple[Layout, Buffer] | None:
@@ -329,11 +313,11 @@ class Share:
             return Claims(0, self.own)
         files = len(self.layouts)
         apart = tuple(sorted(self.tensors.keys() - self.borrowed.keys()))
-        digests = {number: tuple(_in_order(found)) for number, found in self._digests.items()}
+        digests = {number: _in_order(found).hex() for number, found in self._digests.items()}
         return Claims(files, self.own, apart, digests)
 
-    def leave_draft(self, step: int, identity: Identity) -> None:
-        """Write the document of the file that this rank has written, which lacks its digests.
+    def leave_document(self, step: int, identity: Identity) -> None:
+        """Write the document of the file that this rank has written.
 
         Raises:
             OSError: the memory folder refused.
@@ -341,9 +325,10 @@ class Share:
         if self._buffer is not None:
             layout, place = self.layouts[self.own], (self.own, len(self.layouts))
             self._buffer.memory[: len(layout.header)] = layout.header
-            document = document_of_alike(layout, step, identity, place)
-            write_whole(self._buffer.path.with_name(draft_file(*place)), document)
+            values = {"identity": whose_alike(step, identity), "aliases": {}}
+            document = document_of(values, layout.listing)
+            write_whole(self._buffer.path.with_name(alike_files(*place).document), document)
 
 
-def _in_order(digests: Mapping[int, str]) -> Sequence[str]:
-    return [digests[number] for number in sorted(digests)]
+def _in_order(digests: Mapping[int, bytes]) -> bytes:
+    return b"".join(digests[number] for number in sorted(digests))

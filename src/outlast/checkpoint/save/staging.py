@@ -22,9 +22,9 @@ import torch
 from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
     Layout,
-    document_of,
     lay_out,
     notes_of,
+    rank_document,
     readdress,
 )
 from outlast.checkpoint.content.memory import as_tensor
@@ -33,7 +33,7 @@ from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.tensor_digest import Mark, is_marked, marks_of
 from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
-from outlast.checkpoint.policy.manifest import Identity, copy_name
+from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.fingerprint import Fingerprint
 from outlast.checkpoint.save.sharing import Share, Sharing, digesters
@@ -333,11 +333,13 @@ class Stager:
         claims, borrowed = Claims(), dict[str, int]()
         if copying.share is not None:
             claims, borrowed = copying.share.claims(bool(error)), copying.share.borrowed
-            copying.share.leave_draft(order.step, identity)
-        document = document_of(copying.captured, layout, order.step, identity, borrowed)
-        path = copying.buffer.path.with_name(staged_file(identity.rank, identity.world_size))
+            copying.share.leave_document(order.step, identity)
+        document = rank_document(copying.captured, layout, order.step, identity, borrowed)
+        path = copying.buffer.path
+        write_whole(path.with_name(rank_files(identity.rank, identity.world_size).document), document)
         lines = (text_of(record), text_of(vars(claims)))
-        write_whole(path, "".join(f"{line}\n" for line in lines).encode() + document)
+        staged = path.with_name(staged_file(identity.rank, identity.world_size))
+        write_whole(staged, "\n".join(lines).encode())
         self._folder.ring()
 
 

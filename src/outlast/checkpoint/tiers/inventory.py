@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from outlast.checkpoint.content.digest import chunk_digest, combined, file_digest, parse_commit
+from outlast.checkpoint.content.digest import file_digest, parse_commit, read_digests
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
 from outlast.checkpoint.content.typed_forms import Forms
 from outlast.checkpoint.policy.manifest import (
@@ -16,16 +16,14 @@ from outlast.checkpoint.policy.manifest import (
     Identity,
     Manifest,
     Shard,
-    alike_files,
     parse_copy_name,
     place_of,
-    rank_files,
 )
 from outlast.checkpoint.policy.placement import Holding
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.retention import removals
 from outlast.checkpoint.tiers.memory_folder import Stage
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, chunks_of
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, digest_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
 from outlast.ports import StoredCopy, Tier
@@ -68,13 +66,10 @@ def read_rank_file(
         CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
-    tensors, document = rank_files(rank, manifest.world_size)
-    entry = manifest.file(document)
-    content = folder.read(document, entry.nbytes)
-    _require_digest(document, entry.digest, file_digest(content))
+    tensors, _, document = manifest.of_rank(rank)
     writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
-    found = parse_rank_file(content, manifest.step, writer)
-    _require_described(manifest, document, tensors, found.shard)
+    content = _read_document(folder, document)
+    found = parse_rank_file(content, manifest.step, writer, document.name, tensors)
     known = {} if known is None else known
     for number in set(found.borrowed.values()) - known.keys():
         known[number] = read_alike_file(folder, manifest, number)
@@ -83,23 +78,16 @@ def read_rank_file(
 
 def read_alike_file(folder: StoredCopy, manifest: Manifest, number: int) -> Shard:
     """Return what a file that all ranks share says of itself; see :func:`read_rank_file`."""
-    tensors, document = alike_files(number, manifest.alike)
-    entry = manifest.file(document)
-    content = folder.read(document, entry.nbytes)
-    _require_digest(document, entry.digest, file_digest(content))
+    tensors, _, document = manifest.of_shared(number)
     anyone = Identity(manifest.run_id, manifest.generation, 0, manifest.world_size)
-    found = parse_alike_file(content, manifest.step, anyone, (number, manifest.alike))
-    _require_described(manifest, document, tensors, found)
-    return found
+    content = _read_document(folder, document)
+    return parse_alike_file(content, manifest.step, anyone, document.name, tensors)
 
 
-def _require_described(manifest: Manifest, document: str, tensors: str, shard: Shard) -> None:
-    """Check that a JSON file describes the safetensors file that the manifest lists beside it."""
-    entry = manifest.file(tensors)
-    _require_digest(f"{document}, digests of {tensors}", entry.digest, combined(shard.digests))
-    if (shard.file, shard.nbytes) != (tensors, entry.nbytes):
-        named = f"{shard.file} of {shard.nbytes} bytes"
-        raise DamagedCopy(Damage(document, f"{tensors} of {entry.nbytes} bytes", named))
+def _read_document(folder: StoredCopy, entry: FileEntry) -> bytes:
+    content = folder.read(entry.name, entry.nbytes)
+    _require_digest(entry.name, entry.digest, file_digest(content))
+    return content
 
 
 def _require_digest(what: str, expected: str, found: str) -> None:
@@ -155,11 +143,12 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
             world = manifest.world_size
             chosen_ranks = manifest.ranks if chosen is None else [rank for rank in chosen if rank < world]
             for rank in chosen_ranks:
-                _require_forms(rank_files(rank, world)[1], read_rank_file(folder, manifest, rank, known))
-                _require_content(folder, manifest, rank_files(rank, world)[0])
-            for number in range(manifest.alike):
+                file = read_rank_file(folder, manifest, rank, known)
+                _require_forms(manifest.of_rank(rank)[2].name, file)
+                _require_content(folder, file.shard)
+            for number in range(len(manifest.shared)):
                 if chosen is None or number in chosen or manifest.part:
-                    _require_content(folder, manifest, alike_files(number, manifest.alike)[0])
+                    _require_content(folder, read_alike_file(folder, manifest, number))
         return found
 
     return judged(found, read)
@@ -190,11 +179,11 @@ def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
         return replace(copy, state=CopyState.UNREADABLE, reason=str(error))
 
 
-def _require_content(folder: CopyFolder, manifest: Manifest, file: str) -> None:
-    """Check that every byte of a file is as it was committed."""
-    entry = manifest.file(file)
-    with folder.open(file, entry.nbytes) as (descriptor, size):
-        _require_digest(file, entry.digest, combined(map(chunk_digest, chunks_of(descriptor, size, file))))
+def _require_content(folder: CopyFolder, shard: Shard) -> None:
+    """Check that every byte of a safetensors file, and the digests beside it, are as they were committed."""
+    read_digests(folder, shard)
+    with folder.open(shard.file, shard.nbytes) as (descriptor, size):
+        _require_digest(shard.file, shard.digest, digest_of(descriptor, size, shard.file))
 
 
 def holds(folder: CopyFolder, entry: FileEntry) -> bool:
@@ -205,7 +194,7 @@ def holds(folder: CopyFolder, entry: FileEntry) -> bool:
     """
     try:
         with folder.open(entry.name, entry.nbytes) as (descriptor, size):
-            return combined(map(chunk_digest, chunks_of(descriptor, size, entry.name))) == entry.digest
+            return digest_of(descriptor, size, entry.name) == entry.digest
     except DamagedCopy:
         return False
 
@@ -250,8 +239,8 @@ def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | Non
                 part=manifest.part,
                 began=manifest.began,
             )
-            for file in manifest.needed(needed(found)):
-                folder.require(file, manifest.file(file).nbytes)
+            for entry in manifest.needed(needed(found)):
+                folder.require(entry.name, entry.nbytes)
         return found
 
     return judged(unread, look)

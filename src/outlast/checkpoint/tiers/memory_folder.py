@@ -4,7 +4,7 @@ Folders, each on the same file system, so that a file goes from one to the next 
 
     pool/<rank>/        buffers that nobody uses; their pages are there already
     pool/alike-<n>/     likewise, for a file of tensors that all ranks hold alike
-    staged/<copy>~<session>/    being filled: a rank's buffer, and last of all its ``.staged`` record
+    staged/<copy>~<session>/    being filled: a rank's buffer and document, and last its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
 
 A buffer that a rank takes from its pool comes back there when the copy that it became a part of is dropped.
@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 from outlast import codec, files
 from outlast.checkpoint.policy.manifest import (
     DOCUMENT_BYTES,
-    alike_files,
     parse_copy_name,
     place_of,
     rank_files,
@@ -287,13 +286,13 @@ class Claims:
         files: how many it borrows tensors from; 0: it borrows none.
         writes: the number of the one that it has written; -1: none.
         apart: keys of the tensors in them that it does not borrow.
-        digests: of the chunks of the others, by number, from its own tensors.
+        digests: of the chunks of the others, by number, as hexadecimal numbers, from its own tensors.
     """
 
     files: int = 0
     writes: int = -1
     apart: tuple[str, ...] = ()
-    digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    digests: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: bytes) -> Claims:
@@ -304,7 +303,7 @@ class Claims:
         """
         try:
             values = json.loads(text)
-            digests = {int(number): tuple(found) for number, found in values["digests"].items()}
+            digests = {int(number): bytes.fromhex(one).hex() for number, one in values["digests"].items()}
             files, writes = whole(values["files"], at_least=0), whole(values["writes"], at_least=-1)
             return cls(files, writes, tuple(map(str, values["apart"])), digests)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -507,23 +506,24 @@ class Stage:
             return None
         return found
 
-    def said(self, folder: Path, rank: int, world_size: int) -> tuple[Claims, bytes]:
-        """Return the rest of that file: what the rank claims, and its document, which lacks its digests.
+    def claims(self, folder: Path, rank: int, world_size: int) -> Claims:
+        """Return the rest of that file: what the rank claims.
 
         Raises:
             OSError: it is not as a rank leaves it.
         """
-        lines = self._read(folder / staged_file(rank, world_size)).split(b"\n", 2)
-        return Claims.from_json(lines[1] if len(lines) > 1 else b""), lines[-1]
-
-    def draft(self, folder: Path, number: int, count: int) -> bytes:
-        """Return the document, which lacks its digests, of one of the files that all ranks share."""
-        return self._read(folder / draft_file(number, count))
+        _, _, rest = self.read(folder / staged_file(rank, world_size)).partition(b"\n")
+        return Claims.from_json(rest)
 
     def _open(self, path: Path) -> int:
         return files.open_private(path) if self.private else files.open_regular(path)
 
-    def _read(self, path: Path) -> bytes:
+    def read(self, path: Path) -> bytes:
+        """Return what a rank left in a small file.
+
+        Raises:
+            OSError: the file system refused, or it is too large.
+        """
         return files.read_open(self._open(path), path, DOCUMENT_BYTES)
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
@@ -536,14 +536,14 @@ class Stage:
         for copy, session in _by_step(self.wishes):
             if not self.staging(copy, session).exists():
                 path = self.wishes / f"{copy}~{session}"
-                yield copy, session, json.loads(self._read(path))
+                yield copy, session, json.loads(self.read(path))
                 path.unlink(missing_ok=True)
 
     def amend(self, folder: Path, changes: Mapping[str, object]) -> None:
         """Change what the ranks' records say of a copy in memory."""
         for path in folder.glob(f"*{STAGED}"):
-            line, _, document = self._read(path).partition(b"\n")
-            write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + document)
+            line, _, claims = self.read(path).partition(b"\n")
+            write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + claims)
 
     def give_up(self, folder: Path, keep: Mapping[str, int]) -> None:
         """Take a copy apart: its buffers go back to their pools, the rest is removed.
@@ -594,11 +594,6 @@ def pool_of(file: str) -> str:
 def alike_pool(number: int) -> str:
     """Return the name of the pool for one of the files that all ranks share."""
     return f"{_ALIKE}-{number}"
-
-
-def draft_file(number: int, count: int) -> str:
-    """Return the name of the document, without its digests, of one of the files that all ranks share."""
-    return alike_files(number, count)[0].removesuffix(".safetensors") + ".draft"
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -162,7 +162,7 @@ class ObjectTier:
             written = f"step {content.step} of generation {content.generation}"
             raise DamagedCopy(Damage(MANIFEST, f"that of {name}", f"that of {written}"))
         with self.open(name) as copy:
-            for entry in content.files:
+            for entry in content.needed():
                 copy.require(entry.name, entry.nbytes)
         self._store.run(self._put_once(f"{name}/{MANIFEST}", manifest))
         self._store.run(self._put_once(f"{name}/{COMMIT}", commit))

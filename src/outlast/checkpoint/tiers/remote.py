@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from outlast import plugins
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, combined
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest
+from outlast.checkpoint.content.digest import chunk_digests, combined
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, COMMIT, MANIFEST, FileEntry, Manifest
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.object_access import Limits, connect
 from outlast.checkpoint.tiers.tier import DirectoryTier, write_all
@@ -70,10 +70,10 @@ class Remote:
             ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
             contents = {
                 entry.name: stack.enter_context(content_of(source.folder / name / entry.name))
-                for entry in manifest.files
+                for entry in manifest.needed()
             }
             self.tier.add(name, contents, ends)
-        return sum(entry.nbytes for entry in manifest.files)
+        return manifest.nbytes
 
     def get(self, name: str, target: DirectoryTier) -> int:
         """Bring a copy into a folder of copies and return its size; every byte is compared with its digest.
@@ -86,9 +86,9 @@ class Remote:
             target.write(temporary, {file: copy.read(file) for file in (MANIFEST, COMMIT)})
             with target.open(temporary) as folder:
                 manifest, _ = read_manifest(folder, name)
-            for entry in manifest.files:
+            for entry in manifest.needed():
                 fetch(copy, entry, target.folder / temporary / entry.name)
-        return sum(entry.nbytes for entry in manifest.files)
+        return manifest.nbytes
 
     def manifest(self, name: str) -> Manifest:
         """Return a copy's manifest; raises as :meth:`get` does."""
@@ -136,7 +136,7 @@ def fetch(copy: StoredCopy, entry: FileEntry, target: Path) -> None:
         OSError: the tier did not answer, or refused, or the file system did.
     """
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    digests: list[str] = []
+    digests = bytearray()
     rest = b""  # of a chunk that is not complete
 
     def take(part: memoryview) -> None:
@@ -154,7 +154,7 @@ def fetch(copy: StoredCopy, entry: FileEntry, target: Path) -> None:
     descriptor = os.open(partial, _CREATE, 0o644)
     try:
         copy.stream(entry.name, entry.nbytes, take)
-        found = combined([*digests, *chunk_digests(rest)])
+        found = combined(bytes(digests) + chunk_digests(rest))
         if found != entry.digest:
             raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", found))
         os.fsync(descriptor)

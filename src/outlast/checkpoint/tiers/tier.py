@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digest, combined, ends_of
+from outlast.checkpoint.content.digest import chunk_digest, combined, ends_of
 from outlast.checkpoint.policy.manifest import (
+    CHUNK_BYTES,
     COMMIT,
     COMMIT_BYTES,
     DOCUMENT_BYTES,
@@ -161,6 +162,11 @@ def chunks_of(descriptor: int, nbytes: int, file: str) -> Iterator[memoryview]:
         chunk = buffer[: nbytes - begin]
         read_exactly(descriptor, chunk, begin, file)
         yield chunk
+
+
+def digest_of(descriptor: int, nbytes: int, file: str) -> str:
+    """Return the digest of a file; see :func:`chunks_of`."""
+    return combined(b"".join(map(chunk_digest, chunks_of(descriptor, nbytes, file))))
 
 
 class DirectoryTier:
@@ -333,18 +339,18 @@ class DirectoryTier:
         Raises:
             OSError: the file system refused; the message names the file.
         """
-        path, digests = self.folder / temporary / file, []
+        path, digests = self.folder / temporary / file, bytearray()
         descriptor = self._create(temporary, file)
         try:
             for chunk in chunks:
-                digests.append(chunk_digest(chunk))
+                digests += chunk_digest(chunk)
                 with _naming(path):
                     write_all(descriptor, chunk)
             with _naming(path):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return combined(digests)
+        return combined(bytes(digests))
 
     def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
         """Write a copy and commit it; of groups of files each is on the disk before the next one is written.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.digest import entries_of
+from outlast.checkpoint.content.digest import row_of
 from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor
 from outlast.checkpoint.content.state import take_apart, tensors_in
@@ -29,9 +29,9 @@ from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
 from outlast.checkpoint.policy.manifest import (
-    FileEntry,
     Identity,
     Manifest,
+    Row,
     copy_name,
     first_few,
     rank_files,
@@ -487,7 +487,7 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
             parallelism={},
             cursor=Encoder().encode(origin.cursor, ("cursor",)),
             created=SystemClock().wall(),
-            files=write_rank_files(tier, temporary, image, identity),
+            own=(write_rank_files(tier, temporary, image, identity),),
         )
         return tier.seal(temporary, manifest)
     except OSError:
@@ -495,14 +495,12 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
         raise
 
 
-def write_rank_files(
-    tier: DirectoryTier, temporary: str, image: Image, identity: Identity
-) -> tuple[FileEntry, FileEntry]:
-    """Write a rank's two files and return their entries.
+def write_rank_files(tier: DirectoryTier, temporary: str, image: Image, identity: Identity) -> Row:
+    """Write a rank's files and return their row in the manifest.
 
     Raises:
         OSError: the file system refused.
     """
     files = rank_files(identity.rank, identity.world_size)
-    tier.write(temporary, dict(zip(files, (image.tensors, image.document), strict=True)))
-    return entries_of(files, len(image.tensors), image.digests, image.document)
+    tier.write(temporary, dict(zip(files, (image.tensors, image.digests, image.document), strict=True)))
+    return row_of(len(image.tensors), image.digests, image.document)

@@ -15,9 +15,15 @@ from typing import Any
 from xxhash import xxh3_64
 
 from outlast import files
-from outlast.checkpoint.content.digest import CHUNK_BYTES
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, parse_copy_name, place_of
+from outlast.checkpoint.policy.manifest import (
+    CHUNK_BYTES,
+    Manifest,
+    Shard,
+    TensorEntry,
+    parse_copy_name,
+    place_of,
+)
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
@@ -91,7 +97,7 @@ class Entry:
     @property
     def nbytes(self) -> int | None:
         """Bytes of the files that the manifest lists."""
-        return None if self.manifest is None else sum(file.nbytes for file in self.manifest.files)
+        return None if self.manifest is None else self.manifest.nbytes
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, alike for every state; what is not known is null."""
@@ -279,7 +285,7 @@ def details(entry: Entry, found: Sequence[Mapping[str, Any]] | None) -> dict[str
     said = {**entry.to_json(), "parallelism": None, "cursor": None, "files": None, "tensors": found}
     if manifest is not None:
         said["parallelism"], said["cursor"] = manifest.parallelism, manifest.cursor
-        said["files"] = [vars(file) for file in manifest.files]
+        said["files"] = [vars(file) for file in manifest.needed()]
     return said
 
 
@@ -337,7 +343,7 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
         f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
     ]
     rows: list[tuple[str, ...]] = [("file", "bytes", "digest")]
-    rows += [(file.name, str(file.nbytes), file.digest) for file in manifest.files]
+    rows += [(file.name, str(file.nbytes), file.digest) for file in manifest.needed()]
     _print(*lines, *_remarks(entry, run_id), "", *_table(rows))
     if found is None:
         return

@@ -49,7 +49,6 @@ def read_all(item: Item, advance: Callable[[int], None]) -> Entry:
     manifest = entry.manifest
     if entry.copy.state is not CopyState.WHOLE or manifest is None:
         return entry
-    sizes = [file.nbytes for file in manifest.files]
     everybody = tuple(manifest.ranks)
     width = -(-len(everybody) // _PARTS)
     for first in range(0, len(everybody), width):
@@ -57,7 +56,7 @@ def read_all(item: Item, advance: Callable[[int], None]) -> Entry:
         found = verify(item.tier, item.name, ranks)
         if found.state is not CopyState.WHOLE:
             return replace(entry, copy=found)
-        advance(sum(sizes) * len(ranks) // len(everybody))
+        advance(manifest.nbytes * len(ranks) // len(everybody))
     return entry
 
 

@@ -29,6 +29,7 @@ from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status,
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Done, Task, Tasks, commit_parts, write_part
+from outlast.codec import Malformed
 from outlast.errors import CheckpointError, OutlastError
 from outlast.recovery.policy.events import Note, Record
 
@@ -138,8 +139,8 @@ class WriterCluster:
             )
         try:
             report = Report.from_values(message)
-        except (TypeError, KeyError, ValueError) as error:
-            raise PeerRefused(Refusal.MALFORMED, f"a report expected: {str(error)[:200]}") from error
+        except Malformed as error:
+            raise PeerRefused(Refusal.MALFORMED, f"a report expected: {error}") from error
         if report.node != node:
             raise PeerRefused(Refusal.NODE, f"a report of node {node} expected, one of {report.node} found")
         return vars(self._take(report))
@@ -202,7 +203,7 @@ class WriterCluster:
             ends = {file: folder.read(file) for file in (MANIFEST, COMMIT)}
         path = source.folder / name
         files: dict[str, tuple[Path | bytes, str]] = {
-            entry.name: (path / entry.name, entry.digest) for entry in manifest.files
+            entry.name: (path / entry.name, entry.digest) for entry in manifest.needed()
         }
         files |= {file: (content, file_digest(content)) for file, content in ends.items()}
         nbytes = 0
@@ -442,7 +443,7 @@ class TeamKeeper(CopyCommitter):
         if complete.errors:
             self._give_up_copy(complete, "; ".join(complete.errors))
         elif together.shared:
-            job = partial(commit_parts, complete.name, self._stage.tier, self._tier, complete.files)
+            job = partial(commit_parts, complete.name, self._stage.tier, self._tier, complete)
             self._disk.begin(Task("commit", complete.name, lambda: (complete, job()), self.members.session))
         else:
             self._have(complete)
@@ -450,7 +451,7 @@ class TeamKeeper(CopyCommitter):
     def _have(self, complete: Complete) -> None:
         assert self.team is not None
         record = {**self._told.pop(complete.name, {"step": complete.step}), "blocked": complete.blocked}
-        self._saved(complete.name, sum(entry.nbytes for entry in complete.files), record)
+        self._saved(complete.name, complete.nbytes, record)
         self.team.settled(complete)
         if not self._swept:
             self._swept = True
@@ -472,7 +473,7 @@ class TeamKeeper(CopyCommitter):
             super()._done(done)
         elif done.error:
             step = _step(done.task.name)
-            self._give_up_copy(Complete(done.task.name, step, (), 0.0, (), ""), done.error)
+            self._give_up_copy(Complete(done.task.name, step, {}, (), 0.0, (), ""), done.error)
         else:
             self._have(done.value[0])
 
@@ -482,14 +483,20 @@ class TeamKeeper(CopyCommitter):
         record = self._wanted.pop(name, None) or {"step": _step(name)}
         if _is_older(name, self.members.generation, self.status.durable_step) or not self._is_owed(name):
             return  # all nodes have brought a later one to disk meanwhile
-        files = () if done.error else self._entries(name)
         self._told[name] = record
-        blocked, session = record.get("blocked", 0.0), self._session_of(name)
-        self._member.wrote(Written(name, _step(name), files, blocked, done.error, session))
-
-    def _entries(self, name: str) -> Any:
-        with self._stage.tier.open(name) as folder:
-            return read_manifest(folder, name)[0].files
+        told = Written(
+            name,
+            _step(name),
+            blocked=record.get("blocked", 0.0),
+            error=done.error,
+            session=self._session_of(name),
+        )
+        if not done.error:
+            with self._stage.tier.open(name) as folder:
+                manifest = read_manifest(folder, name)[0]
+            own = tuple(zip(manifest.ranks, manifest.own, strict=True))
+            told = replace(told, own=own, shared=manifest.shared)
+        self._member.wrote(told)
 
     def _hear(self, answer: Answer) -> None:
         self._member.hear(answer)

@@ -7,7 +7,6 @@ folders: a writer that starts later finds what is complete, finishes it, and dro
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -19,15 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, chunk_digests, ends_of, entries_of
-from outlast.checkpoint.content.rank_file import finished
+from outlast.checkpoint.content.digest import chunk_digests, ends_of, row_of
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
+    CHUNK_BYTES,
     COMMIT,
     MANIFEST,
-    FileEntry,
     Manifest,
+    Names,
+    Row,
     Shard,
+    TensorEntry,
     alike_files,
     in_training,
     place_of,
@@ -49,8 +50,9 @@ from outlast.checkpoint.tiers.memory_folder import (
 )
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, file_pairs, write_copy
+from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, names_of, write_copy
 from outlast.errors import OutlastError
+from outlast.fields import Fields
 from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
@@ -74,11 +76,18 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A pair of files, complete."""
+    """Three files that are complete."""
 
-    entries: tuple[FileEntry, FileEntry]
-    digests: tuple[str, ...]
+    names: Names
+    row: Row
+    digests: bytes
     document: bytes
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What is in the safetensors file, by key."""
+        fields = Fields.parse(self.names.document, self.document)
+        return Shard.of(fields, self.row.entries(self.names)[0]).tensors
 
 
 def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
@@ -88,7 +97,7 @@ def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
         Unlike: one of these files was not written.
         OSError: the file system refused.
     """
-    said = {rank: stage.said(folder, rank, one["world_size"])[0] for rank, one in staged.items()}
+    said = {rank: stage.claims(folder, rank, one["world_size"]) for rank, one in staged.items()}
     count = max(claims.files for claims in said.values())
     lacking = set(range(count)) - {claims.writes for claims in said.values()}
     if lacking:
@@ -103,8 +112,8 @@ def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
 
 def seal_ranks(
     stage: Stage, folder: Path, staged: Staged, shared: int, threads: int
-) -> tuple[FileEntry, ...]:
-    """Digest what the ranks staged and write their documents; the first time that these bytes are read.
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Digest what the ranks staged; the first time that these bytes are read.
 
     Args:
         stage: that the folder is in.
@@ -113,21 +122,22 @@ def seal_ranks(
         shared: from how many files they borrow tensors.
         threads: that digest.
 
+    Returns:
+        The rows of the ranks, in order, and those of the shared files.
+
     Raises:
         Unlike: a rank does not hold what it borrows.
         OSError: the file system refused.
     """
-    files: list[_Sealed] = []
-    for number in range(shared):
-        files.append(_seal(folder, alike_files(number, shared), stage.draft(folder, number, shared), threads))
-    found = [entry for one in files for entry in one.entries]
+    files = [_seal(stage, folder, alike_files(number, shared), threads) for number in range(shared)]
+    rows = []
     for rank in sorted(staged):
         world_size = staged[rank]["world_size"]
-        claims, unfinished = stage.said(folder, rank, world_size)
+        claims = stage.claims(folder, rank, world_size)
         if claims.files:
             _require_held(rank, claims, files)
-        found += _seal(folder, rank_files(rank, world_size), unfinished, threads).entries
-    return tuple(found)
+        rows.append(_seal(stage, folder, rank_files(rank, world_size), threads).row)
+    return tuple(rows), tuple(one.row for one in files)
 
 
 def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
@@ -139,43 +149,41 @@ def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
     for number, file in enumerate(files):
         if number == claims.writes:
             continue
-        unlike = set(differing(file.digests, claims.digests.get(number, ())))
+        unlike = set(differing(file.digests, bytes.fromhex(claims.digests.get(number, ""))))
         if not unlike:
             continue
-        text = json.loads(file.document)["shard"]
-        entries = Shard.from_json(text["file"], text).tensors
-        keys = in_chunks(entries, unlike, text["chunk_bytes"])
+        entries = file.tensors
+        keys = in_chunks(entries, unlike)
         apart = entries.keys() & set(claims.apart)
-        explained = {one for key in apart for one in chunks_of(entries[key], text["chunk_bytes"])}
+        explained = {one for key in apart for one in chunks_of(entries[key])}
         if keys <= apart and unlike <= explained:
             continue
-        about = {one for key in keys for one in chunks_of(entries[key], text["chunk_bytes"])}
-        beside = in_chunks(entries, about, text["chunk_bytes"])  # they are in chunks that may differ later
+        about = {one for key in keys for one in chunks_of(entries[key])}
+        beside = in_chunks(entries, about)  # they are in chunks that may differ later
         raise Unlike(
             f"rank {rank} does not hold what another rank of this node wrote for all ({some(keys - apart)} in"
-            f" {text['file']}): ranks that should hold the same do not, which may be silent corruption; from"
-            " now on each rank writes these tensors itself",
+            f" {file.names.tensors}): ranks that should hold the same do not, which may be silent corruption;"
+            " from now on each rank writes these tensors itself",
             beside or (ALL,),
         )
 
 
-def _seal(folder: Path, files: tuple[str, str], unfinished: bytes, threads: int) -> _Sealed:
-    tensors, document = files
-    with content_of(folder / tensors) as view:
+def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
+    with content_of(folder / names.tensors) as view:
         nbytes = len(view)
         digests = digests_of(view, threads)
-    content = finished(unfinished, digests)
-    (folder / document).write_bytes(content)
-    return _Sealed(entries_of(files, nbytes, digests, content), digests, content)
+    (folder / names.digests).write_bytes(digests)
+    document = stage.read(folder / names.document)
+    return _Sealed(names, row_of(nbytes, digests, document), digests, document)
 
 
-def digests_of(view: memoryview, threads: int) -> tuple[str, ...]:
+def digests_of(view: memoryview, threads: int) -> bytes:
     """Return the digest of each chunk, computed by several threads if the file is large."""
     if len(view) <= _PART_BYTES or threads == 1:
         return chunk_digests(view)
     parts = [view[begin : begin + _PART_BYTES] for begin in range(0, len(view), _PART_BYTES)]
     with ThreadPoolExecutor(threads, "digest") as pool:
-        return tuple(digest for part in pool.map(chunk_digests, parts) for digest in part)
+        return b"".join(pool.map(chunk_digests, parts))
 
 
 def threads_beside(ranks: int, processors: int) -> int:
@@ -205,7 +213,7 @@ def age(name: str) -> tuple[int, int]:
 
 def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
     """Return the additional entries in the manifest of a part."""
-    ranks = tuple(record["ranks"])
+    ranks = tuple(sorted(record["ranks"]))
     return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
 
 
@@ -505,6 +513,7 @@ class CopyCommitter:
         sealed = False
         try:
             if not (folder / COMMIT).exists():
+                own, common = seal_ranks(self._stage, folder, staged, shared, self._threads(first))
                 manifest = Manifest(
                     run_id=first["run_id"],
                     generation=generation,
@@ -513,8 +522,8 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    files=seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
-                    alike=shared,
+                    own=own,
+                    shared=common,
                     began=first.get("began"),
                     **_told_apart(first, session),
                 )
@@ -550,7 +559,7 @@ class CopyCommitter:
         waits = self._disk.task is not None or self._wanted or self.members.together is not None
         if not first["durable"] or waits:
             return None
-        files = file_pairs(sorted(staged), first["world_size"], shared)
+        files = names_of(sorted(staged), first["world_size"], shared)
         ahead = Ahead(name, folder, files, self._tier)
         self._disk.begin(Task("write", name, partial(ahead.write, self._stage.tier)))
         return ahead
@@ -571,7 +580,7 @@ class CopyCommitter:
 
     def _write(self, name: str) -> Callable[[], Any]:
         """Return what brings a copy to disk."""
-        return partial(write_copy, name, self._stage.tier, self._tier, self.members.ranks)
+        return partial(write_copy, name, self._stage.tier, self._tier)
 
     def _done(self, done: Done) -> None:
         if done.task.kind == "write":
@@ -592,8 +601,7 @@ class CopyCommitter:
             self._record(Note, reason=reason)
         elif self.members.leads:
             complete: Complete = done.value[0]
-            nbytes = sum(entry.nbytes for entry in complete.files)
-            self._saved(name, nbytes, {"step": complete.step, "blocked": complete.blocked})
+            self._saved(name, complete.nbytes, {"step": complete.step, "blocked": complete.blocked})
             if place_of(name)[1] != self.members.generation:
                 self.status = before
 

@@ -8,17 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
-    FileEntry,
+    Manifest,
+    Names,
     alike_files,
-    is_alike,
     place_of,
     rank_files,
 )
@@ -113,12 +114,10 @@ class Tasks:
             self.done()
 
 
-def write_part(
-    name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int]
-) -> tuple[FileEntry, ...]:
-    """Write this node's files of a copy into a folder that all nodes share; return their entries.
+def write_part(name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int]) -> Manifest:
+    """Write this node's files of a copy into a folder that all nodes share; return its manifest.
 
-    Of the files that all ranks share, which every node has, each node writes some; the entries are of all.
+    Of the files that all ranks share, which every node has, each node writes some.
     A file that is there as it should be stays: the leading writer may count on it already.
 
     Args:
@@ -135,41 +134,39 @@ def write_part(
         manifest, _ = read_manifest(folder, name)
     if name in target.names():
         require_same(name, source, target)
-    else:
-        temporary = target.begin(name, manifest.session)
-        with ExitStack() as stack:
-            contents = {}
-            with target.open(temporary) as begun:
-                there = {entry.name for entry in manifest.files if holds(begun, entry)}
-            number, nodes = place
-            others = {
-                file
-                for shared in range(manifest.alike)
-                if shared % nodes != number
-                for file in alike_files(shared, manifest.alike)
-            }
-            for entry in manifest.files:
-                if entry.name in others:
-                    continue
-                if entry.name in there:  # a writer that was here before may have reported it
-                    target.sync(temporary, entry.name)
-                    continue
-                (target.folder / temporary / entry.name).unlink(missing_ok=True)
-                contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
-            target.write(temporary, contents)
-    return manifest.files
+        return manifest
+    temporary = target.begin(name, manifest.session)
+    number, nodes = place
+    others = {
+        entry
+        for shared in range(len(manifest.shared))
+        if shared % nodes != number
+        for entry in manifest.of_shared(shared)
+    }
+    with ExitStack() as stack:
+        contents = {}
+        with target.open(temporary) as begun:
+            there = {entry for entry in manifest.needed() if holds(begun, entry)}
+        for entry in manifest.needed():
+            if entry in others:
+                continue
+            if entry in there:  # a writer that was here before may have reported it
+                target.sync(temporary, entry.name)
+                continue
+            (target.folder / temporary / entry.name).unlink(missing_ok=True)
+            contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
+        target.write(temporary, contents)
+    return manifest
 
 
-def commit_parts(
-    name: str, source: DirectoryTier, target: DirectoryTier, files: tuple[FileEntry, ...]
-) -> int:
+def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, complete: Complete) -> int:
     """Commit a copy that all nodes have written their files of; return its size.
 
     Args:
         name: of the copy.
         source: the tier in memory, which has this node's part.
         target: the durable tier.
-        files: of all nodes.
+        complete: what the nodes have written.
 
     Raises:
         CheckpointError: files are missing.
@@ -181,16 +178,12 @@ def commit_parts(
     if name in target.names():
         require_same(name, source, target)
     else:
-        ordered = tuple(sorted(files, key=lambda one: one.name))
-        shared = sum(is_alike(one.name) for one in files) // 2
-        whole = replace(manifest, files=ordered, part=(), alike=shared)
-        if whole.incomplete():
-            raise CheckpointError(f"what the nodes wrote is {whole.incomplete()}; {name} is not committed")
+        whole = manifest.joined(complete.own, complete.shared)
         temporary = target.begin(name, manifest.session)
         for file in (MANIFEST, COMMIT):
             (target.folder / temporary / file).unlink(missing_ok=True)
         target.seal(temporary, whole)
-    return sum(entry.nbytes for entry in files)
+    return complete.nbytes
 
 
 def require_same(name: str, source: DirectoryTier, target: DirectoryTier) -> None:
@@ -219,22 +212,20 @@ class Ahead:
     Args:
         name: of the copy.
         folder: where its files are by now.
-        files: those of its ranks, tensors and document of each.
+        files: those of its ranks, and those that all ranks share.
         target: the durable tier.
 
     Raises:
         OSError: the tensors cannot be read.
     """
 
-    def __init__(
-        self, name: str, folder: Path, files: Sequence[tuple[str, str]], target: DirectoryTier
-    ) -> None:
+    def __init__(self, name: str, folder: Path, files: Sequence[Names], target: DirectoryTier) -> None:
         self._name = name
         self._target = target
-        self._documents = [document for _, document in files]
+        self._small = [file for one in files for file in (one.digests, one.document)]
         self._sealed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         with ExitStack() as stack:
-            self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, _ in files}
+            self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, *_ in files}
 
     def settle(self, sealed: bool) -> None:
         """Set whether the copy in memory is complete; called once, at any time."""
@@ -260,23 +251,23 @@ class Ahead:
                 return None
             with source.open(self._name) as folder:
                 manifest, _ = read_manifest(folder, self._name)
-                rest = {file: folder.read(file) for file in (*self._documents, MANIFEST, COMMIT)}
+                rest = {file: folder.read(file) for file in (*self._small, MANIFEST, COMMIT)}
             self._target.write(temporary, rest)
             self._target.commit(temporary, self._name)
         except (OSError, OutlastError):
             with contextlib.suppress(OSError):
                 self._target.discard(temporary)
             raise
-        return sum(manifest.file(file).nbytes for file in (*self._tensors, *self._documents))
+        return manifest.nbytes
 
 
-def file_pairs(ranks: Iterable[int], world_size: int, shared: int) -> list[tuple[str, str]]:
-    """Return the files of ranks, tensors and document of each, and those that all ranks share."""
+def names_of(ranks: Iterable[int], world_size: int, shared: int) -> list[Names]:
+    """Return the names of the files of ranks, and of those that all ranks share."""
     own = [rank_files(rank, world_size) for rank in ranks]
     return own + [alike_files(number, shared) for number in range(shared)]
 
 
-def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: tuple[int, ...]) -> int:
+def write_copy(name: str, source: DirectoryTier, target: DirectoryTier) -> int:
     """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
 
     If it is there already, it stays as it is. The bytes are not digested again: their digests were taken
@@ -291,8 +282,8 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, ranks: t
         manifest, _ = read_manifest(folder, name)
     if name in target.names():
         require_same(name, source, target)
-        return sum(entry.nbytes for entry in manifest.files)
-    files = file_pairs(ranks, manifest.world_size, manifest.alike)
+        return manifest.nbytes
+    files = names_of(manifest.ranks, manifest.world_size, len(manifest.shared))
     ahead = Ahead(name, source.folder / name, files, target)
     ahead.settle(True)
     return ahead.write(source) or 0
