@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
+from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, rank_files
-from outlast.fields import FORMAT_VERSION
+from outlast.fields import FORMAT_VERSION, DamagedCopy
 
 DOCUMENT = rank_files(0, 1).document
+SAID = {"random": "0" * 16, "rest": "1" * 16, "table": "2" * 16}  # digests of the contents of a document
 
 
 def text_of(manifest: Any) -> str:
@@ -36,6 +39,8 @@ def forge(copy: Path, change: Callable[[Any, Any], object]) -> None:
         change(document, manifest)
         content = json.dumps(document).encode()
         (copy / DOCUMENT).write_bytes(content)
-        manifest["own"][0][3:] = [len(content), file_digest(content)]
+        manifest["own"][0][3:5] = [len(content), file_digest(content)]
+        with suppress(DamagedCopy):
+            manifest["contents"] = {name: [[1, one]] for name, one in contents_of("", document).items()}
 
     rewrite(copy, both)

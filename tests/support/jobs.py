@@ -22,7 +22,7 @@ from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.restorer import Restored, Restorer
-from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, copy_name
+from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, Run, copy_name, expanded, runs_of
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -75,6 +75,11 @@ class Job:
         return b"".join(bytes(each.reshape(-1).view(torch.uint8).tolist()) for each in tensors)
 
 
+def said_of(contents: dict[str, Any]) -> dict[str, str]:
+    """Return the digests of the contents of one document from their JSON."""
+    return expanded({name: tuple(Run(*run) for run in runs) for name, runs in contents.items()})[0]
+
+
 class OnDisk:
     """Writes copies without a writer, for tests of loads; loads from disk alone, as a new node does."""
 
@@ -96,13 +101,15 @@ class OnDisk:
         name = copy_name(step, identity.generation)
         temporary = tier.begin(name, "test")
         image = make_image(capture(state), step, identity, Staging())
-        row = write_rank_files(tier, temporary, image, identity)
-        said = self._exchange.gather("files", json.dumps(row), DEADLINE)
+        mine = write_rank_files(tier, temporary, image, identity)
+        said = self._exchange.gather("files", json.dumps(mine), DEADLINE)
         if identity.rank == 0:
-            own = tuple(Row(*json.loads(each)) for each in said)
+            found = [json.loads(each) for each in said]
+            own = tuple(Row(*each["own"][0]) for each in found)
+            contents = runs_of([said_of(each["contents"]) for each in found])
             manifest = Manifest(
                 *(identity.run_id, identity.generation, step, identity.world_size, identity.parallelism),
-                *(Encoder().encode(cursor, ("cursor",)), time.time(), own),
+                *(Encoder().encode(cursor, ("cursor",)), time.time(), own, contents),
                 began=self._began,
             )
             tier.seal(temporary, manifest)

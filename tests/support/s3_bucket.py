@@ -19,13 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import chunk_digests, ends_of, file_digest, row_of
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, FileEntry, Manifest, copy_name, rank_files
+from outlast.checkpoint.policy.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    copy_name,
+    rank_files,
+    runs_of,
+)
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
 from outlast.checkpoint.tiers.object_access import Limits
 from outlast.checkpoint.tiers.objects import ObjectTier
 from outlast.checkpoint.tiers.remote import fetch
 from outlast.fields import Damage, DamagedCopy
+from tests.support.forging import SAID
 from tests.support.jobs import DEADLINE
 from tests.support.ports import free_port
 
@@ -200,7 +209,7 @@ def written(content: bytes, step: int = 5, world: int = 1) -> dict[str, bytes]:
     """Make the files of a copy by hand, every document with the bytes of the tensors."""
     digests = chunk_digests(content)
     rows = (row_of(len(content), digests, content),) * world
-    manifest = Manifest("run-a", 1, step, world, {"dp": world}, None, 1.0, rows)
+    manifest = Manifest("run-a", 1, step, world, {"dp": world}, None, 1.0, rows, runs_of([SAID] * world))
     names = [rank_files(rank, world) for rank in range(world)]
     files = {file: content for one in names for file in (one.tensors, one.document)}
     return files | {one.digests: digests for one in names} | ends_of(manifest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
 from outlast.checkpoint.load import reshard
-from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name
+from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, expanded, runs_of
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import write_rank_files
@@ -57,18 +57,34 @@ def box_of(**content: Any) -> State:
     return {"box": content}
 
 
-def write_world(folder: Path, whole: torch.Tensor, parts: list[Part]) -> None:
-    """Write a copy in which each rank has a part of one tensor."""
-    tier, rows = DirectoryTier(folder), []
+class Mesh:
+    """A mesh as one of its ranks has it."""
+
+    def __init__(self, sizes: Sequence[int], place: Sequence[int]) -> None:
+        self.mesh = torch.empty(tuple(sizes))
+        self._place = list(place)
+
+    def get_coordinate(self) -> list[int]:
+        return self._place
+
+
+Division = tuple[Mesh, tuple[tuple[int, int], ...]]
+
+
+def write_world(folder: Path, whole: torch.Tensor, parts: list[Part], cuts: Sequence[Division] = ()) -> None:
+    """Write a copy in which each rank has a part of one tensor; ``cuts`` say for each how it is divided."""
+    tier, found = DirectoryTier(folder), []
     temporary = tier.begin(NAME)
     for rank, part in enumerate(parts):
         cut = tuple(slice(b, b + n) for b, n in zip(part.offsets, part.shape, strict=True))
         local = whole[cut].contiguous()
-        piece = {"t": Piece(tuple(whole.shape), part)}
+        piece = {"t": Piece(tuple(whole.shape), part, *(cuts[rank] if cuts else ()))}
         torch.manual_seed(rank)
         captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, capture_random(), piece)
         identity = Identity("run-a", 1, rank, len(parts))
         image = make_image(captured, 3, identity, Staging())
-        rows.append(write_rank_files(tier, temporary, image, identity))
-    manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, tuple(rows))
+        found.append(write_rank_files(tier, temporary, image, identity))
+    own = tuple(row for each in found for row in each["own"])
+    contents = runs_of([expanded(each["contents"])[0] for each in found])
+    manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, own, contents)
     tier.seal(temporary, manifest)

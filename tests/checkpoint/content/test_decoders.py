@@ -16,26 +16,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.content.rank_file import parse_rank_file, whose_file
+from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file, whose_file
 from outlast.checkpoint.content.state import capture_random, require_random
 from outlast.checkpoint.content.typed_forms import DECODERS, Forms, references
 from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.policy.manifest import (
-    FileEntry,
     Identity,
     Manifest,
-    TensorEntry,
+    Row,
     rank_files,
-    table_of,
 )
+from outlast.checkpoint.policy.table import Cut, Form, table_of
 from outlast.errors import CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
 from tests.support.bounds import bounded_memory
-from tests.support.forging import text_of
+from tests.support.forging import SAID, text_of
 
 SECONDS = 20.0  # for one value; a decoder that is caught in a loop takes for ever
 ME = Identity("run", 0, 0, 1)
-TENSORS_FILE, _, DOCUMENT = rank_files(0, 1)
+DOCUMENT = rank_files(0, 1).document
+ROW = Row(150, "0" * 32, "1" * 32, 8, "2" * 32, 100, ((0, 0),))
 TENSORS = {"w": torch.zeros(2)}
 VALUE = {
     "a": [1, 2.5, None, True, "x", (1, (2, {"b": b"\0\xff"})), 2**80, float("inf")],
@@ -184,7 +184,7 @@ def test_a_value_nested_without_end_is_damage() -> None:
 
 
 def document() -> Any:
-    entry = TensorEntry("float32", (2, 3), (2, 3), (0, 0), 100, 124)
+    forms = {"w": Form("float32", 4, (4, 3), 0, (Cut(0, 0),)), "u": Form("int8", 1, (2,))}
     return json.loads(
         json.dumps(
             {
@@ -197,7 +197,10 @@ def document() -> Any:
                 "flags": {"x": ["1", "1f"]},
                 "borrowed": {},
                 "aliases": {"v": "w"},
-                "tensors": table_of({"w": entry}),
+                "tensors": table_of(forms),
+                "meshes": [[1, 1]],
+                "begin": 100,
+                "coordinates": [[0, 0]],
             }
         )
     )
@@ -208,9 +211,8 @@ def document() -> Any:
 def test_a_changed_rank_file_is_one_or_damage(dice: st.DataObject) -> None:
     tree = changed(document(), dice)
     try:
-        found = parse_rank_file(
-            json.dumps(tree).encode(), 5, ME, DOCUMENT, FileEntry(TENSORS_FILE, 200, "0" * 32)
-        )
+        said = contents_of(DOCUMENT, tree)
+        found = parse_rank_file(json.dumps(tree).encode(), 5, ME, ROW, said)
     except (DamagedCopy, CheckpointMismatch):
         return
     for entry in found.tensors.values():
@@ -227,7 +229,8 @@ def test_a_changed_manifest_is_one_or_damage(dice: st.DataObject) -> None:
             "parallelism": {"tp": 1},
             "cursor": TREE,
             "created": 1.5,
-            "own": [[9, "0" * 32, "1" * 32, 8, "2" * 32]],
+            "own": [list(ROW)],
+            "contents": {name: [[1, one]] for name, one in SAID.items()},
         },
         **{"session": "", "part": [], "shared": [], "began": None},
     }

@@ -33,11 +33,9 @@ def entry(document: Any) -> Any:
 
 FORGED: dict[str, Callable[[Any, Any], object]] = {
     "tensors beyond all memory": lambda d, m: m["own"][0].__setitem__(0, (1 << 62) - 1),
-    "a shape beyond torch's": lambda d, m: entry(d).update(global_shape=[2**70, 8]),
-    "a shape whose product is": lambda d, m: entry(d).update(global_shape=[2**40, 2**40]),
-    "a quantized type": lambda d, m: entry(d).update(
-        dtype="quint8", shape=[256], offsets=[0], global_shape=[256]
-    ),
+    "a shape beyond torch's": lambda d, m: entry(d).update(shape=[2**70, 8]),
+    "a shape whose product is": lambda d, m: entry(d).update(shape=[2**60, 2**60], part=[[0, 0], [8, 8]]),
+    "a quantized type": lambda d, m: entry(d).update(dtype="quint8", shape=[256], width=1),
     "groups without parameters": lambda d, m: d["state"]["optimizer"]["dict"].update(
         param_groups=[{"dict": {}}]
     ),
@@ -107,7 +105,11 @@ def test_any_change_ends_in_a_copy_or_in_a_refusal(
     folder = shutil.copytree(saved[0], tmp_path_factory.mktemp("any") / "here")
 
     def change(document: Any, manifest: Any) -> None:
-        part = dice.draw(st.sampled_from(["state", "kinds", "parameters", "random", "tensors", "aliases"]))
+        part = dice.draw(
+            st.sampled_from(
+                ["state", "kinds", "parameters", "random", "tensors", "aliases", "meshes", "begin"]
+            )
+        )
         document[part] = changed(document[part], dice)
 
     forge(folder / NEW, change)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.load.reshard import open_part
-from outlast.checkpoint.policy.manifest import Identity, copy_name, in_order, is_dense
+from outlast.checkpoint.policy.manifest import Identity, copy_name
+from outlast.checkpoint.policy.table import in_order, is_dense
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from outlast.checkpoint.load import reading
 from outlast.checkpoint.load.world import World
 from outlast.checkpoint.policy.manifest import rank_files
 from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointMismatch
+from outlast.fields import DamagedCopy
 from outlast.parallelism.policy.slices import Part, Split, part_of
-from tests.support.worlds import NAME, load, write_world
+from tests.support.forging import rewrite
+from tests.support.worlds import NAME, Mesh, load, write_world
 
 
 def take(folder: Path, wanted: Part, reader: int) -> torch.Tensor:
@@ -27,9 +31,9 @@ def take(folder: Path, wanted: Part, reader: int) -> torch.Tensor:
         world = World(copy, read_manifest(copy, NAME)[0])
         dtype = world.dtype("t")
         target = reading.reserve({"pad": (Part.whole((3,)), 1), "t": (wanted, dtype.itemsize)})["t"]
-        moves, why = reading.moves_to(target, world.stored["t"], reader)
+        moves, why = reading.moves_to(target, world.held("t", wanted), reader, partial(world.entry, "t"))
         assert why == ""
-        reading.carry_out(copy, world.shards, moves)
+        reading.carry_out(copy, world.file, moves)
         return target.typed(dtype)
 
 
@@ -45,10 +49,13 @@ def test_any_part_is_read_from_any_world(dtype: torch.dtype, big: bool, tmp_path
             return
         whole = octets.view(dtype).view(shape)
         mesh = [(dice.randrange(3), dice.randrange(1, 4)) for _ in range(dice.randrange(3))]
-        ranks = itertools.product(*(range(count) for _, count in mesh))
+        ranks = list(itertools.product(*(range(count) for _, count in mesh)))
+        ranks += ranks[: dice.randrange(2)]
         parts = [part_of(shape, [Split(*m, i) for m, i in zip(mesh, at, strict=True)]) for at in ranks]
+        meshes = [Mesh([count for _, count in mesh], at) for at in ranks]
+        cuts = [(one, tuple((axis, along) for along, (axis, _) in enumerate(mesh))) for one in meshes]
         folder = tmp_path / str(round_)
-        write_world(folder, whole, parts + parts[: dice.randrange(2)])
+        write_world(folder, whole, parts, cuts if round_ % 3 else ())
         for reader in range(3):
             bounds = [sorted((dice.randrange(n + 1), dice.randrange(n + 1))) for n in shape]
             wanted = Part(tuple(b for b, _ in bounds), tuple(e - b for b, e in bounds))
@@ -82,6 +89,55 @@ def test_parts_become_whole_only_where_it_is_known_that_the_whole_is_wanted(tmp_
         assert torch.equal(live, whole)
     with pytest.raises(CheckpointMismatch, match="t "):
         load(tmp_path, 0, 1, {"t": {}})
+
+
+def test_a_division_that_a_mesh_does_not_give_is_written_as_it_is(tmp_path: Path) -> None:
+    """As of a tensor whose parts are divided otherwise than torch.chunk divides."""
+    whole, parts = torch.arange(16.0).view(4, 4), [Part((0, 0), (3, 4)), Part((3, 0), (1, 4))]
+    write_world(tmp_path, whole, parts, [(Mesh([2], [rank]), ((0, 0),)) for rank in (0, 1)])
+    assert torch.equal(take(tmp_path, Part((1, 1), (3, 2)), 0), whole[1:, 1:3])
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 8])
+def test_a_rank_reads_one_document_and_the_files_of_its_own_parts(
+    readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(48.0).view(12, 4)
+    places = [(i, j) for i in range(3) for j in range(2)]  # divided by three, and twice the same
+    parts = [part_of((12, 4), [Split(0, 3, i)]) for i, _ in places]
+    write_world(tmp_path, whole, parts, [(Mesh([3, 2], at), ((0, 0),)) for at in places])
+    opened: list[str] = []
+    right = CopyFolder.open
+
+    def noted(self: CopyFolder, file: str, nbytes: int | None = None) -> Any:
+        opened.append(file)
+        return right(self, file, nbytes)
+
+    monkeypatch.setattr(CopyFolder, "open", noted)
+    for reader in range(readers):
+        rows = part_of((12, 4), [Split(0, readers, reader)])
+        opened.clear()
+        assert torch.equal(
+            take(tmp_path, rows, reader), whole[rows.offsets[0] : rows.offsets[0] + rows.shape[0]]
+        )
+        assert [file for file in opened if file.endswith(".json")] == [
+            "MANIFEST.json",
+            rank_files(0, 6).document,
+        ]
+        wanted = sum(part.overlap(rows) is not None for part in parts) // 2
+        assert sum(file.endswith(".digests") for file in opened) == wanted
+        assert sum(file.endswith(".safetensors") for file in opened) == wanted
+
+
+@pytest.mark.parametrize("change", [(6, [[3, 0]]), (6, [[1]]), (6, []), (5, 8), (0, 1 << 30)], ids=str)
+def test_a_row_that_contradicts_the_table_is_damage(change: tuple[int, Any], tmp_path: Path) -> None:
+    """Of a rank whose document is not read, as the one of another rank is like it."""
+    places, whole = [(i, j) for i in range(3) for j in range(2)], torch.arange(48.0).view(12, 4)
+    parts = [part_of((12, 4), [Split(0, 3, i)]) for i, _ in places]
+    write_world(tmp_path, whole, parts, [(Mesh([3, 2], at), ((0, 0),)) for at in places])
+    rewrite(tmp_path / NAME, lambda manifest: manifest["own"][2].__setitem__(*change))
+    with pytest.raises(DamagedCopy):
+        take(tmp_path, Part((4, 0), (4, 4)), 0)
 
 
 def test_the_files_say_to_others_where_their_parts_are(tmp_path: Path) -> None:

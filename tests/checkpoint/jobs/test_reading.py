@@ -20,7 +20,7 @@ from outlast.checkpoint.load import reading
 from outlast.checkpoint.load.landing import Source
 from outlast.checkpoint.load.reading import padded, read_verified
 from outlast.checkpoint.load.restorer import Restored, Restorer
-from outlast.checkpoint.policy.manifest import Shard, copy_name
+from outlast.checkpoint.policy.manifest import FileEntry, copy_name
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.fields import DamagedCopy
 from outlast.recovery.policy.events import Record
@@ -42,20 +42,20 @@ def opened(folder: Path) -> Iterator[CopyFolder]:
 
 
 @contextlib.contextmanager
-def reading_from(folder: Path, shard: Shard) -> Iterator[reading._File]:
+def reading_from(folder: Path, entry: FileEntry) -> Iterator[reading._File]:
     with (
         opened(folder) as copy,
         copy.open(FILE) as (descriptor, _),
-        reading._opened(descriptor, shard) as file,
+        reading._opened(descriptor, entry) as file,
     ):
         yield file
 
 
-def write(folder: Path, nbytes: int, dice: random.Random) -> tuple[bytes, Shard, bytes]:
+def write(folder: Path, nbytes: int, dice: random.Random) -> tuple[bytes, FileEntry, bytes]:
     content = dice.randbytes(nbytes)
     (folder / FILE).write_bytes(content)
     digests = chunk_digests(content)
-    return content, Shard(FILE, nbytes, combined(digests), {}, {}), digests
+    return content, FileEntry(FILE, nbytes, combined(digests)), digests
 
 
 def forget(path: Path) -> None:
@@ -68,18 +68,18 @@ def forget(path: Path) -> None:
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4095, (9 << 20) + 1, 9 << 20, (5 << 20) + 4097])
 def test_a_file_of_any_size_is_read_whole(nbytes: int, cold: bool, tmp_path: Path, seed: int) -> None:
-    content, shard, digests = write(tmp_path, nbytes, random.Random(seed))
+    content, entry, digests = write(tmp_path, nbytes, random.Random(seed))
     if cold:
         forget(tmp_path / FILE)
     memory = allocate(padded(nbytes))
     with opened(tmp_path) as folder:
-        read_verified(folder, shard, digests, memoryview(memory), 2)
+        read_verified(folder, entry, digests, memoryview(memory), 2)
     assert memory[:nbytes] == content
 
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_the_first_damaged_chunk_is_named(cold: bool, tmp_path: Path, seed: int) -> None:
-    content, shard, digests = write(tmp_path, (20 << 20) + 5, random.Random(seed))
+    content, entry, digests = write(tmp_path, (20 << 20) + 5, random.Random(seed))
     harmed = bytearray(content)
     for place in ((6 << 20) + 17, 13 << 20, (20 << 20) + 4):
         harmed[place] ^= 4
@@ -87,12 +87,12 @@ def test_the_first_damaged_chunk_is_named(cold: bool, tmp_path: Path, seed: int)
     if cold:
         forget(tmp_path / FILE)
     with opened(tmp_path) as folder, pytest.raises(DamagedCopy, match=r"6291456.*7340032"):
-        read_verified(folder, shard, digests, memoryview(allocate(padded(shard.nbytes))), 2)
+        read_verified(folder, entry, digests, memoryview(allocate(padded(entry.nbytes))), 2)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: int) -> None:
-    _, shard, _ = write(tmp_path, 6 << 20, random.Random(seed))
-    with reading_from(tmp_path, shard) as file:
+    _, entry, _ = write(tmp_path, 6 << 20, random.Random(seed))
+    with reading_from(tmp_path, entry) as file:
         os.truncate(tmp_path / FILE, (5 << 20) + 100)
         with pytest.raises(DamagedCopy, match="5242880"):
             file.read(memoryview(allocate(6 << 20)), 5 << 20, 6 << 20)
@@ -100,10 +100,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: i
 
 def test_a_file_that_refuses_reads_past_the_page_cache_is_read_through_it(tmp_path: Path, seed: int) -> None:
     """O_DIRECT refuses places in memory that are no multiples of the disk's block: EINVAL."""
-    content, shard, _ = write(tmp_path, 6 << 20, random.Random(seed))
+    content, entry, _ = write(tmp_path, 6 << 20, random.Random(seed))
     forget(tmp_path / FILE)
     target = memoryview(allocate(7 << 20))[1:]
-    with reading_from(tmp_path, shard) as file:
+    with reading_from(tmp_path, entry) as file:
         file.read(target, 1 << 20, 2 << 20)
     assert bytes(target[1 << 20 : 2 << 20]) == content[1 << 20 : 2 << 20]
 
@@ -112,13 +112,13 @@ def test_a_file_that_refuses_reads_past_the_page_cache_is_read_through_it(tmp_pa
 def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, seed: int) -> None:
     """A tmpfs file is all page cache, whether or not it may be opened past it."""
     with tempfile.TemporaryDirectory(dir=SHM) as name:
-        content, shard, digests = write(Path(name), (6 << 20) + 3, random.Random(seed))
-        with reading_from(Path(name), shard) as file:
-            assert file._direct < 0 or file._holds(0, shard.nbytes)
-        memory = allocate(padded(shard.nbytes))
+        content, entry, digests = write(Path(name), (6 << 20) + 3, random.Random(seed))
+        with reading_from(Path(name), entry) as file:
+            assert file._direct < 0 or file._holds(0, entry.nbytes)
+        memory = allocate(padded(entry.nbytes))
         with opened(Path(name)) as folder:
-            read_verified(folder, shard, digests, memoryview(memory), 2)
-        assert memory[: shard.nbytes] == content
+            read_verified(folder, entry, digests, memoryview(memory), 2)
+        assert memory[: entry.nbytes] == content
 
 
 def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
@@ -230,8 +230,8 @@ def test_a_file_in_memory_that_shrank_gives_way_to_the_disk(size: int, shared: P
 
 
 def test_a_memory_tier_on_disk_is_read_and_not_mapped(tmp_path: Path, seed: int) -> None:
-    _, shard, _ = write(tmp_path, 9000, random.Random(seed))
+    _, entry, _ = write(tmp_path, 9000, random.Random(seed))
     if tmp_path.stat().st_dev == SHM.stat().st_dev:
         pytest.skip("the temporary folder is in memory, too")
     with opened(tmp_path) as folder:
-        assert not Source(folder, shard, near=True)._mapped
+        assert not Source(folder, entry, near=True)._mapped

@@ -301,7 +301,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def test_damage_is_found_before_a_byte_of_its_chunk_is_used(tmp_path: Path) -> None:
-    """Any rank's JSON file; of a rank's tensors the chunk with the damage, though other ranks' are sound."""
+    """A JSON file that is read; of a rank's tensors the chunk with the damage, others being sound."""
     save(tmp_path, 2, lambda rank: box_of(t=torch.ones(1_000_000)))
     tensors, digests, document = rank_files(1, 2)
     flip(tmp_path / NAME / tensors, 3_000_000)
@@ -315,6 +315,9 @@ def test_damage_is_found_before_a_byte_of_its_chunk_is_used(tmp_path: Path) -> N
         load(tmp_path, 1, 3, {"box": box})
     flip(tmp_path / NAME / document, 500)
     with pytest.raises(DamagedCopy, match=document):
+        load(tmp_path, 1, 2, box_of())
+    flip(tmp_path / NAME / (first := rank_files(0, 2).document), 500)
+    with pytest.raises(DamagedCopy, match=first):
         load(tmp_path, 0, 3, box_of())
 
 

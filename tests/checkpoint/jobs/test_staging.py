@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digests, row_of
-from outlast.checkpoint.content.rank_file import parse_rank_file
+from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file
 from outlast.checkpoint.content.state import capture_random, restore_random
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
+from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.staging import Order, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
+from outlast.fields import Fields
 from tests.support.jobs import DEADLINE, Job
 
 IDENTITY = Identity("run-a", 1, 0, 1)
@@ -42,15 +44,15 @@ class Staging:
         folder = self.stage.staging(copy_name(step, 1), "session")
         names = rank_files(0, 1)
         file = bytearray((folder / names.tensors).read_bytes())
-        row = row_of(len(file), chunk_digests(file), (folder / names.document).read_bytes())
-        tensors, _, document = row.entries(names)
-        content = (folder / document.name).read_bytes()
-        read = parse_rank_file(content, step, self.identity, document.name, tensors)
+        content = (folder / names.document).read_bytes()
+        fields = Fields.parse(names.document, content)
+        row = row_of(len(file), chunk_digests(file), content, *place_in_meshes(fields))
+        read = parse_rank_file(content, step, self.identity, row, contents_of("", fields.values))
         found = {}
         for key, entry in read.shard.tensors.items():
             octets = torch.frombuffer(file, dtype=torch.uint8)[entry.begin : entry.end].clone()
             found[key] = octets.view(dtype_of(entry.dtype)).reshape(entry.shape)
-        found |= {key: found[target] for key, target in read.shard.aliases.items()}
+        found |= {key: found[target] for key, target in read.shard.table.aliases.items()}
         return {name: Decoder("x", found).decode(value) for name, value in read.values.items()}
 
 

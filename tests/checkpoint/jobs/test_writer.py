@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,14 +213,27 @@ def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node
     assert "0.2" in lost[0]
 
 
-def test_a_copy_that_is_not_made_leaves_nothing_of_what_was_written_ahead_of_it(node: Node) -> None:
+def cut(folder: Path) -> None:
+    staged = next(folder.glob("*.staged"))
+    staged.write_bytes(staged.read_bytes()[:-10])
+
+
+def older(folder: Path) -> None:
+    """Make it what an outlast with another format has staged."""
+    document = folder / "rank-00000-of-00001.json"
+    document.write_bytes(document.read_bytes().replace(b'{"format":2,', b'{"format":1,', 1))
+
+
+@pytest.mark.parametrize("deed", [cut, older])
+def test_a_copy_that_is_not_made_leaves_nothing_of_what_was_written_ahead_of_it(
+    deed: Callable[[Path], None], node: Node
+) -> None:
     job = Job(0, width=300)
     saver = node.join(job)
     os.kill(node.saver.pid, signal.SIGSTOP)
     train_and_save(saver, job, range(1, 2), lambda _: True)
     saver.settle()
-    staged = next(node.stage.staged.glob("*/*.staged"))
-    staged.write_bytes(staged.read_bytes()[:-10])
+    deed(next(node.stage.staged.iterdir()))
     os.kill(node.saver.pid, signal.SIGCONT)
     assert not saver.durable(1)
     content = train_and_save(saver, job, range(2, 3), lambda _: True)

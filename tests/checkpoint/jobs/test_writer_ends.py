@@ -375,7 +375,7 @@ def test_a_commit_is_there_in_one_piece_or_not_at_all(
         raise InterruptedError
 
     monkeypatch.setattr(os, "replace", ends)
-    whole = Manifest("run", 1, 1, 1, {"dp": 1}, None, 0.0, ())
+    whole = Manifest("run", 1, 1, 1, {"dp": 1}, None, 0.0, (), {})
     with pytest.raises(InterruptedError):
         seal(tmp_path, whole)
     assert not (tmp_path / COMMIT).exists()

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
-from outlast.checkpoint.policy.manifest import Row, copy_name
+from outlast.checkpoint.policy.manifest import Row, copy_name, runs_of
 from outlast.codec import Malformed
+from tests.support.forging import SAID
+
+ONE = runs_of([SAID])
 
 
 def row(nbytes: int, digit: str = "0") -> Row:
@@ -21,7 +24,8 @@ def row(nbytes: int, digit: str = "0") -> Row:
 
 def written(step: int, node: str, error: str = "", session: str = "s") -> Written:
     own = () if error else ((ord(node), row(ord(node))),)
-    return Written(copy_name(step, 1), step, own, 0.5, error, session)
+    contents = {} if error else ONE
+    return Written(copy_name(step, 1), step, own, 0.5, error, session, contents=contents)
 
 
 class Node:
@@ -153,7 +157,7 @@ def test_a_copy_is_complete_when_the_last_node_has_written_it() -> None:
     assert leader.hear(Report("a", "s", written=(written(5, "a"),))) == ()
     [complete] = leader.hear(Report("c", "s", written=(written(5, "c"),)))
     assert (complete.name, complete.blocked, complete.errors) == (copy_name(5, 1), 0.5, ())
-    assert complete.own == {ord(node): row(ord(node)) for node in "abc"}
+    assert complete.own == {ord(node): (row(ord(node)), SAID) for node in "abc"}
     assert complete.nbytes == sum(ord(node) + 8 + 2 for node in "abc")
     leader.settled(complete)
     assert leader.answer.durable_step == 5
@@ -200,9 +204,12 @@ def test_a_report_survives_its_way() -> None:
         {"written": [{**asdict(written(3, "a")), "step": float("nan")}]},
         {"written": [{**asdict(written(3, "a")), "error": "e" * 5000}]},
         {"written": [{**asdict(written(3, "a")), "blocked": float("nan")}]},
-        {"written": [{**asdict(written(3, "a")), "own": [[0, ["1", "", "", 0, ""]]]}]},
+        {"written": [{**asdict(written(3, "a")), "own": [[0, ["1", "", "", 0, "", 0, []]]]}]},
         {"written": [{**asdict(written(3, "a")), "own": [[-2, row(1)]]}]},
-        {"written": [{**asdict(written(3, "a")), "shared": [[*row(1)[:4], "0" * 33]]}]},
+        {"written": [{**asdict(written(3, "a")), "contents": {}}]},
+        {"written": [{**asdict(written(3, "a")), "contents": {**ONE, "state.x": [[2, "0" * 16]]}}]},
+        {"written": [{**asdict(written(3, "a")), "contents": {**ONE, "state.x": [[1, "0"]]}}]},
+        {"written": [{**asdict(written(3, "a")), "shared": [[*row(1)[:4], "0" * 33, 0, []]]}]},
         {"written": [asdict(written(step, "a")) for step in range(65)]},
         {"unknown": 1},
     ],
@@ -219,18 +226,23 @@ def test_files_that_nodes_have_in_common_count_once_and_must_be_the_same() -> No
     shared = row(5)
     own = {"a": ((0, row(1)),), "b": ((1, row(2)),)}
     for step, other in ((1, shared), (2, row(5, "2"))):
-        leader.hear(Report("a", "s", written=(Written("x", step, own["a"], shared=(shared,)),)))
-        (found,) = leader.hear(Report("b", "s", written=(Written("x", step, own["b"], shared=(other,)),)))
-        assert (found.own, found.shared) == (dict(own["a"] + own["b"]), (shared,))
+        leader.hear(Report("a", "s", written=(Written("x", step, own["a"], contents=ONE, shared=(shared,)),)))
+        (found,) = leader.hear(
+            Report("b", "s", written=(Written("x", step, own["b"], contents=ONE, shared=(other,)),))
+        )
+        assert (found.own, found.shared) == (
+            {rank: (one, SAID) for rank, one in own["a"] + own["b"]},
+            (shared,),
+        )
         assert found.unlike == (step == 2)
         leader.settled(found, "; ".join(found.errors))
         assert leader.answer.apart == found.unlike
     assert "nodes a and b" in leader.answer.error
-    leader.hear(Report("a", "s", written=(Written("x", 3, own["a"], shared=(shared,)),)))
-    (found,) = leader.hear(Report("b", "s", written=(Written("x", 3, own["b"]),)))
+    leader.hear(Report("a", "s", written=(Written("x", 3, own["a"], contents=ONE, shared=(shared,)),)))
+    (found,) = leader.hear(Report("b", "s", written=(Written("x", 3, own["b"], contents=ONE),)))
     assert found.unlike, "node a counts on node b to write some of what they share"
     leader.settled(found)
     assert leader.answer.apart, "what was found to differ once is not shared again"
-    leader.hear(Report("a", "s", written=(Written("x", 4, own["a"]),)))
-    (found,) = leader.hear(Report("b", "s", written=(Written("x", 4, own["a"]),)))
+    leader.hear(Report("a", "s", written=(Written("x", 4, own["a"], contents=ONE),)))
+    (found,) = leader.hear(Report("b", "s", written=(Written("x", 4, own["a"], contents=ONE),)))
     assert found.errors, "a rank is on one node"

@@ -16,23 +16,22 @@ from outlast.checkpoint.policy.manifest import (
     Identity,
     Manifest,
     Row,
-    Shard,
-    TensorEntry,
     alike_files,
     copy_name,
     is_label,
     parse_copy_name,
     rank_files,
-    table_of,
+    runs_of,
 )
 from outlast.errors import CheckpointError, CheckpointMismatch
-from outlast.fields import FORMAT_VERSION, DamagedCopy, Fields
+from outlast.fields import FORMAT_VERSION, DamagedCopy
 from outlast.parallelism.policy.degrees import Layout
-from tests.support.forging import text_of
+from tests.support.forging import SAID, text_of
 
 
 def row(number: int) -> Row:
-    return Row((1 << 20) + number, f"{number:032x}", f"{number + 1:032x}", 10 + number, f"{number + 2:032x}")
+    digests = [f"{number + more:032x}" for more in range(3)]
+    return Row((1 << 20) + number, digests[0], digests[1], 10 + number, digests[2], 64, ((number, 0), (1,)))
 
 
 def rows_of(ranks: Iterable[int]) -> tuple[Row, ...]:
@@ -41,19 +40,11 @@ def rows_of(ranks: Iterable[int]) -> tuple[Row, ...]:
 
 def manifest(world_size: int = 2) -> Manifest:
     rows = rows_of(range(world_size))
-    return Manifest("run-a", 7, 120, world_size, {"dp": world_size}, {"tuple": [1]}, 1.5, rows)
+    same = runs_of([SAID] * world_size)
+    return Manifest("run-a", 7, 120, world_size, {"dp": world_size}, {"tuple": [1]}, 1.5, rows, same)
 
 
-ENTRY = FileEntry("rank-00000-of-00001.safetensors", 200, "0" * 32)
-SHARD = Shard(
-    *vars(ENTRY).values(),
-    tensors={
-        "a": TensorEntry("float32", (2, 3), (4, 3), (2, 0), 100, 124),
-        "b": TensorEntry("bool", (), (), (), 124, 125),
-    },
-    aliases={"c": "a"},
-)
-
+SAME = runs_of([SAID] * 2)
 manifests = st.builds(
     Manifest,
     run_id=st.text(max_size=8),
@@ -64,6 +55,7 @@ manifests = st.builds(
     cursor=st.one_of(st.none(), st.integers(), st.lists(st.text(max_size=3))),
     created=st.floats(allow_nan=False, allow_infinity=False),
     own=st.just(rows_of((0, 1))),
+    contents=st.just(SAME),
 )
 anything = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=4)),
@@ -86,18 +78,6 @@ def test_a_layout_of_other_ranks_is_damage(wrong: dict[str, object]) -> None:
         Manifest.from_json(text)
 
 
-def said_of_shard() -> Any:
-    return json.loads(json.dumps({"tensors": table_of(SHARD.tensors), "aliases": SHARD.aliases}))
-
-
-def shard_of(value: Any) -> Shard:
-    return Shard.of(Fields("x.json", value), ENTRY)
-
-
-def test_a_shard_comes_back_from_its_json() -> None:
-    assert shard_of(said_of_shard()) == SHARD
-
-
 def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every value inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -115,13 +95,13 @@ def test_whatever_replaces_a_value_is_taken_or_named_as_damage() -> None:
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=400)
-    @given(st.booleans(), st.integers(0, 10**6), anything)
-    def check(of_shard: bool, where: int, new: Any) -> None:
-        value = said_of_shard() if of_shard else json.loads(manifest().to_json())
+    @given(st.integers(0, 10**6), anything)
+    def check(where: int, new: Any) -> None:
+        value = json.loads(manifest().to_json())
         paths = spots(value)
         put(value, paths[where % len(paths)], new)
         try:
-            shard_of(value) if of_shard else Manifest.from_json(text_of(value))
+            Manifest.from_json(text_of(value))
         except (DamagedCopy, CheckpointMismatch):
             outcomes["refused"] += 1
         else:
@@ -209,7 +189,9 @@ def test_a_cursor_that_no_json_holds_is_not_written() -> None:
 
 
 def part_of(ranks: tuple[int, ...], session: str) -> str:
-    return Manifest("run-a", 1, 5, 4, {}, None, 1.5, rows_of(ranks), session, ranks).to_json()
+    return Manifest(
+        "run-a", 1, 5, 4, {}, None, 1.5, rows_of(ranks), runs_of([SAID] * len(ranks)), session, ranks
+    ).to_json()
 
 
 def test_the_part_of_a_node_lists_the_files_of_its_ranks() -> None:
@@ -224,8 +206,16 @@ def test_the_part_of_a_node_lists_the_files_of_its_ranks() -> None:
 
 def test_the_parts_of_all_nodes_make_a_copy() -> None:
     part = Manifest.from_json(part_of((1, 3), "s1"))
-    rows = dict(enumerate(rows_of(range(4))))
+    assert part.parts() == {1: (row(1), SAID), 3: (row(3), SAID)}
+    rows = {
+        rank: (row(rank), {**SAID, "state.x": f"{rank // 2:016x}"} if rank else SAID) for rank in range(4)
+    }
     whole = part.joined(rows, (row(9),))
+    assert whole.contents["table"] == ((4, SAID["table"]),)
+    assert whole.contents["state.x"] == ((1, ""), (1, f"{0:016x}"), (2, f"{1:016x}"))
+    assert whole.alike("state.x") == {f"{0:016x}": [1], f"{1:016x}": [2, 3]}
+    assert whole.alike("state.y") == {}
+    assert [whole.contents_of(rank) for rank in range(4)] == [said for _, said in rows.values()]
     assert (whole.own, whole.part, whole.shared, whole.session) == (rows_of(range(4)), (), (row(9),), "s1")
     assert Manifest.from_json(whole.to_json()) == whole
     del rows[2]
@@ -291,49 +281,6 @@ def test_a_label_is_a_short_name_without_a_path(name: str, expected: bool) -> No
     assert is_label(name) is expected
 
 
-# Changes of a tensor of 24 bytes, and whether it can still be read.
-TENSORS: dict[str, tuple[dict[str, Any], bool]] = {
-    "as it is": ({}, True),
-    "beyond its file": ({"range": [190, 214]}, False),
-    "backwards": ({"range": [124, 100]}, False),
-    "other bytes": ({"nbytes": 23}, False),
-    "other dimensions": ({"shape": [2]}, False),
-    "beyond its whole": ({"offsets": [3, 0]}, False),
-    "negative": ({"shape": [-2, 3]}, False),
-    "over another": ({"range": [102, 126]}, False),
-    "half as wide": ({"dtype": "bfloat16"}, False),
-    "twice as wide": ({"dtype": "float64"}, False),
-    "another type": ({"dtype": "int32"}, True),
-    "of an unknown type": ({"dtype": "float4_e2m1"}, True),
-    "of no whole elements": ({"dtype": "float4_e2m1", "nbytes": 25, "range": [99, 124]}, False),
-    "empty": ({"shape": [0, 3], "nbytes": 0, "range": [200, 200]}, True),
-    "empty with bytes": ({"shape": [0, 3], "nbytes": 4, "range": [100, 104]}, False),
-}
-SHARDS: dict[str, dict[str, Any]] = {
-    "an alias of nothing": {"aliases": {"c": "zzz"}},
-    "an alias of no text": {"aliases": {"c": 1}},
-    "no table": {"tensors": []},
-}
-
-
-@pytest.mark.parametrize("how", TENSORS)
-def test_a_tensor_lies_within_its_file_and_has_the_bytes_of_its_form(how: str) -> None:
-    change, sound = TENSORS[how]
-    value = said_of_shard()
-    value["tensors"]["a"].update(change)
-    if sound:
-        assert shard_of(value).tensors["a"].dtype == change.get("dtype", "float32")
-    else:
-        with pytest.raises(DamagedCopy):
-            shard_of(value)
-
-
-@pytest.mark.parametrize("how", SHARDS)
-def test_a_shard_is_consistent(how: str) -> None:
-    with pytest.raises(DamagedCopy, match=next(iter(SHARDS[how]))):
-        shard_of(said_of_shard() | SHARDS[how])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -345,6 +292,16 @@ def test_a_shard_is_consistent(how: str) -> None:
         {"own": (row(0), row(1)._replace(digest="0" * 31))},
         {"own": (row(0), row(1)._replace(digests="0" * 32 + "\n"))},
         {"own": (row(0), row(1)._replace(document="g" * 32))},
+        {"own": (row(0), row(1)._replace(begin=-1))},
+        {"own": (row(0), row(1)._replace(coordinates=((-1,),)))},
+        {"contents": {}},
+        {"contents": runs_of([SAID])},
+        {"contents": {**SAME, "state.x": ((1, "0" * 16),)}},
+        {"contents": {**SAME, "state.x": ((3, "0" * 16),)}},
+        {"contents": {**SAME, "state.x": ((2, ""),)}},
+        {"contents": {**SAME, "state.x": ((1, "0" * 16), (1, "0" * 16))}},
+        {"contents": {**SAME, "state.x": ((2, "0" * 15),)}},
+        {"contents": {**SAME, "state.x": ((0, ""), (2, "0" * 16))}},
         {"world_size": 0},
         {"world_size": MOST_RANKS},
         {"world_size": MOST_RANKS + 1},

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.manifest import TensorEntry
 from outlast.checkpoint.policy.sharing import chunks_of, differing, divide, held_by_all, in_chunks, mask
+from outlast.checkpoint.policy.table import TensorEntry
 
 KEYS = st.text("abcd", min_size=1, max_size=3)
 RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)

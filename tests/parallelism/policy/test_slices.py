@@ -16,7 +16,9 @@ from outlast.parallelism.policy.slices import (
     Split,
     blocks,
     cover,
+    divided,
     extent,
+    overlapping,
     part_of,
     place_in,
     strides_of,
@@ -91,6 +93,26 @@ def test_any_part_is_made_up_of_the_parts_of_any_world(data: st.DataObject) -> N
             target[goes] = source[begin + sum(i * step for i, step in zip(index, here, strict=True))]
     assert missing == []
     assert (found == whole[slices(wanted)]).all()
+
+
+@given(st.data())
+def test_the_ranks_that_have_some_of_a_part_are_those_whose_parts_overlap_it(data: st.DataObject) -> None:
+    axis, ranks = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 6))
+    part, wanted = (
+        Part(
+            tuple(data.draw(st.integers(0, 5)) for _ in range(2)),
+            tuple(data.draw(st.integers(0, 7)) for _ in range(2)),
+        )
+        for _ in range(2)
+    )
+    found = overlapping(part, axis, ranks, wanted)
+    other = 1 - axis
+    along = Part((wanted.offsets[axis],), (wanted.shape[axis],))
+    for index in range(ranks):
+        each = divided(part, Split(axis, ranks, index))
+        assert (each.offsets[other], each.shape[other]) == (part.offsets[other], part.shape[other])
+        meets = Part((each.offsets[axis],), (each.shape[axis],)).overlap(along) is not None
+        assert meets == (index in found)
 
 
 @given(st.data())

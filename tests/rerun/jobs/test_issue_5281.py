@@ -7,6 +7,7 @@ compared anything when the shards were put together, and 44 restarts loaded the 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,10 +82,12 @@ def assemble_wrong(job: Team, owner: str, step: int) -> None:
             continue
         content = bytearray((folder / tensors).read_bytes())
         rank_file = json.loads((folder / document).read_text())
-        for key, entry in rank_file["tensors"].items():
+        begin = rank_file["begin"]
+        for key, form in rank_file["tensors"].items():
+            end = begin + form["width"] * math.prod(form["shape"])
             if key.endswith("0.weight"):
-                begin, end = entry["range"]
                 content[begin:end] = torch.full(((end - begin) // 4,), 3e38).numpy().tobytes()
+            begin = end
         (folder / tensors).write_bytes(content)
         found = chunk_digests(content)
         (folder / digests).write_bytes(found)

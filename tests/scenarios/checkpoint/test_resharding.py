@@ -49,6 +49,9 @@ def test_every_bit_arrives_in_every_world(plan: str, tmp_path: Path) -> None:
             assert (answer["restored"], answer["place"]) == (3, {"sample": 17})
             assert math.isfinite(answer["loss"])
     ranks = [int(world.split(":")[1]) for world in PLANS[plan].split()]
+    copy = tmp_path / "run" / "checkpoints" / name_of(3)
+    contents = json.loads((copy / "MANIFEST.json").read_text())["contents"]
+    assert [count for count, _ in contents["table"]] == ranks[:1], "one table for all ranks"
     for generation, here in enumerate(ranks):
         loads = {tuple(numbers[:2]) for numbers in noted(tmp_path / "run", generation)}
         assert ((str(ranks[0]), str(here)) in loads) == (here != ranks[0]), (
@@ -57,7 +60,7 @@ def test_every_bit_arrives_in_every_world(plan: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(5, 6), torch.nn.GELU(), torch.nn.Linear(6, 2), torch.nn.LayerNorm(2)
     )
-    assert read_by_dcp(tmp_path / "run" / "checkpoints" / name_of(3), model) == saved["content"]
+    assert read_by_dcp(copy, model) == saved["content"]
 
 
 def noted(run: Path, generation: int) -> list[list[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -150,10 +150,14 @@ class Piece:
     Args:
         global_shape: of the whole tensor.
         part: where in it.
+        mesh: over which the tensor is distributed; None: over none.
+        cuts: the divisions that lead to the part, the first one first: dimensions of tensor and mesh.
     """
 
     global_shape: tuple[int, ...]
     part: Part
+    mesh: Any = field(default=None, compare=False)
+    cuts: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 def distributed(value: object) -> TypeGuard[Distributed]:
@@ -178,7 +182,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def piece_of(tensor: torch.Tensor) -> Piece:
     """Return which part of the whole this process has of a tensor that :func:`unsupported` accepts."""
     whole = tuple(tensor.shape)
-    return Piece(whole, part_of(whole, _splits(tensor)) if distributed(tensor) else Part.whole(whole))
+    if not distributed(tensor):
+        return Piece(whole, Part.whole(whole))
+    mesh, cuts = tensor.device_mesh, _cuts(tensor)
+    coordinate = mesh.get_coordinate()
+    splits = [Split(axis, mesh.size(along), coordinate[along]) for axis, along in cuts]
+    return Piece(whole, part_of(whole, splits), mesh, tuple(cuts))
 
 
 def unsupported(tensor: Distributed) -> str:
@@ -202,20 +211,19 @@ def unsupported(tensor: Distributed) -> str:
     return ""
 
 
-def _splits(tensor: Distributed) -> list[Split]:
-    """Return the divisions that lead to this rank's part, the first one first.
+def _cuts(tensor: Distributed) -> list[tuple[int, int]]:
+    """Return the divisions that lead to a rank's part, the first one first: dimensions of tensor and mesh.
 
     They go along the mesh from its first dimension to its last, but for one: fully_shard divides what
     is divided already, and calls that a strided shard, though its dimension of the mesh comes first.
     """
-    mesh, shard = tensor.device_mesh, sys.modules[_MODULE].Shard
-    coordinate = mesh.get_coordinate()
+    shard = sys.modules[_MODULE].Shard
     plain, strided = [], []
     for dimension, placement in enumerate(tensor.placements):
         if type(placement) is shard:
-            plain.append(Split(placement.dim, mesh.size(dimension), coordinate[dimension]))
+            plain.append((placement.dim, dimension))
         elif _factor(tensor, dimension) is not None:
-            strided.append(Split(placement.dim, mesh.size(dimension), coordinate[dimension]))
+            strided.append((placement.dim, dimension))
     return plain + strided
 
 

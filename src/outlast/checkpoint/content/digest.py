@@ -15,9 +15,9 @@ from outlast.checkpoint.policy.manifest import (
     CHUNK_BYTES,
     COMMIT,
     MANIFEST,
+    FileEntry,
     Manifest,
     Row,
-    Shard,
     digests_file,
     digests_nbytes,
 )
@@ -51,17 +51,17 @@ def file_digest(content: memoryview | bytes) -> str:
     return combined(chunk_digests(content))
 
 
-def read_digests(folder: StoredCopy, shard: Shard) -> bytes:
+def read_digests(folder: StoredCopy, file: FileEntry) -> bytes:
     """Return the digests of the chunks of a safetensors file.
 
     Raises:
         DamagedCopy: they are not those that were committed.
         OSError: the file system refused.
     """
-    name = digests_file(shard.file)
-    found = folder.read(name, digests_nbytes(shard.nbytes))
-    if combined(found) != shard.digest:
-        raise DamagedCopy(Damage(name, f"digests that combine to {shard.digest}", combined(found)))
+    name = digests_file(file.name)
+    found = folder.read(name, digests_nbytes(file.nbytes))
+    if combined(found) != file.digest:
+        raise DamagedCopy(Damage(name, f"digests that combine to {file.digest}", combined(found)))
     return found
 
 
@@ -81,15 +81,24 @@ def ends_of(manifest: Manifest) -> dict[str, bytes]:
     return {MANIFEST: content, COMMIT: commit_line(FORMAT_VERSION, file_digest(content))}
 
 
-def row_of(nbytes: int, digests: bytes, document: bytes) -> Row:
+def row_of(
+    nbytes: int,
+    digests: bytes,
+    document: bytes,
+    begin: int = 0,
+    coordinates: tuple[tuple[int, ...], ...] = (),
+) -> Row:
     """Return the manifest's row of three files.
 
     Args:
         nbytes: size of the safetensors file.
         digests: of its chunks: content of the file beside it.
         document: content of the JSON file.
+        begin: of the tensors; see :class:`Row`.
+        coordinates: of the rank; see :class:`Row`.
     """
-    return Row(nbytes, combined(digests), file_digest(digests), len(document), file_digest(document))
+    own = (nbytes, combined(digests), file_digest(digests), len(document), file_digest(document))
+    return Row(*own, begin, coordinates)
 
 
 def parse_commit(content: bytes) -> str:

@@ -25,12 +25,10 @@ from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder, dtype_name
 from outlast.checkpoint.policy.manifest import (
     DOCUMENT_BYTES,
+    FileEntry,
     Identity,
-    TensorEntry,
-    in_order,
-    is_dense,
-    table_of,
 )
+from outlast.checkpoint.policy.table import Cut, Form, Table, TensorEntry, in_order, is_dense, table_of
 from outlast.errors import UsageError
 
 _HEADER_ALIGNMENT = 64
@@ -62,12 +60,14 @@ class Layout:
         header: the file's first bytes, up to the first tensor.
         entries: in the order of the file.
         nbytes: size of the file.
-        listing: the entries, as the rank's JSON file has them.
+        place: meshes, and where tensors begin, for the rank's JSON file.
+        listing: JSON of the tensors for that file.
     """
 
     header: bytes
     entries: dict[str, TensorEntry]
     nbytes: int
+    place: dict[str, Any]
     listing: str
 
 
@@ -99,21 +99,34 @@ def lay_out(
     )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
-    begin = 8 + len(text)
-    entries = {
-        key: TensorEntry(
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            global_shape=pieces[key].global_shape if key in pieces else tuple(tensor.shape),
-            offsets=_offsets(pieces.get(key), tensor.dim()),
-            begin=begin + spans[key][0],
-            end=begin + spans[key][1],
-            strides=order_of(tensor),
-        )
-        for key, tensor in ordered
-    }
-    header_bytes = len(text).to_bytes(8, "little") + text
-    return Layout(header_bytes, entries, begin + position, text_of(table_of(entries)))
+    begin, nbytes = 8 + len(text), 8 + len(text) + position
+    meshes: dict[Any, int] = {}
+    forms = {key: _form(tensor, pieces.get(key), meshes) for key, tensor in ordered}
+    table = Table(tuple(tuple(mesh.mesh.shape) for mesh in meshes), forms, {})
+    coordinates = tuple(tuple(mesh.get_coordinate()) for mesh in meshes)
+    for key, piece in pieces.items():
+        if key in forms and forms[key].of(table.meshes, coordinates) != piece.part:
+            forms[key] = replace(forms[key], mesh=None, cuts=(), part=(piece.part.offsets, piece.part.shape))
+    entries = table.entries("", FileEntry("", nbytes, ""), begin, coordinates)
+    place = {"begin": begin, "coordinates": coordinates, "meshes": table.meshes}
+    return Layout(len(text).to_bytes(8, "little") + text, entries, nbytes, place, text_of(table_of(forms)))
+
+
+def _form(tensor: torch.Tensor, piece: Piece | None, meshes: dict[Any, int]) -> Form:
+    """Return the form of a tensor in a table.
+
+    Args:
+        tensor: what the rank has of it.
+        piece: of which whole it is a part; None: it is whole.
+        meshes: number of each in the table; those of the piece are added.
+    """
+    dtype, width, strides = dtype_name(tensor.dtype), tensor.element_size(), order_of(tensor)
+    if piece is None or not piece.cuts:
+        shape = tuple(tensor.shape) if piece is None else piece.global_shape
+        return Form(dtype, width, shape, strides=strides)
+    cuts = tuple(Cut(axis, along) for axis, along in piece.cuts)
+    mesh = meshes.setdefault(piece.mesh, len(meshes))
+    return Form(dtype, width, piece.global_shape, mesh, cuts, strides=strides)
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -213,9 +226,6 @@ def rank_document(
     Raises:
         UsageError: it would be too large to be read again.
     """
-    for key, piece in captured.pieces.items():
-        entry = layout.entries[key]
-        assert (entry.global_shape, entry.offsets) == (piece.global_shape, piece.part.offsets), key
     values = {
         "identity": whose_file(step, identity),
         "state": captured.values,
@@ -226,7 +236,7 @@ def rank_document(
         "borrowed": borrowed,
         "aliases": captured.aliases,
     }
-    document = document_of(values, layout.listing)
+    document = document_of(values | layout.place, layout.listing)
     if len(document) > DOCUMENT_BYTES // 2:  # what a rank leaves for the writer has its claims, too
         raise UsageError(
             f"rank {identity.rank}: what is no tensor in the state takes {len(document)} bytes of JSON, at"

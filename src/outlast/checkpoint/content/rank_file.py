@@ -9,7 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from outlast.checkpoint.policy.manifest import FileEntry, Identity, Shard, TensorEntry, some
+from xxhash import xxh3_64_hexdigest
+
+from outlast.checkpoint.policy.manifest import (
+    RANDOM,
+    REST,
+    STATE,
+    TABLE,
+    Identity,
+    Row,
+    alike_files,
+    rank_files,
+    some,
+)
+from outlast.checkpoint.policy.table import Shard, TensorEntry
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 
 _BITS = re.compile("1|[1-9a-f][0-9a-f]*")
@@ -65,14 +78,36 @@ class RankFile:
             if len(found) < len(keys):
                 lacking = some(keys - found.keys())
                 raise DamagedCopy(
-                    Damage(files[number].file, f"tensors that a rank borrows ({lacking})", "none")
+                    Damage(files[number].file.name, f"tensors that a rank borrows ({lacking})", "none")
                 )
             shared.append(replace(files[number], tensors=found))
         return replace(self, shared=tuple(shared))
 
 
+def contents_of(source: str, document: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests of the parts of a rank's JSON file that other ranks may have alike, by name.
+
+    Args:
+        source: name of the file, for errors.
+        document: its content.
+
+    Raises:
+        DamagedCopy: it lacks one of them, or no :func:`document_of` has written it.
+    """
+    try:
+        values = {
+            TABLE: [document[name] for name in ("meshes", "tensors", "aliases", "borrowed")],
+            REST: [document["kinds"], document["parameters"], document["flags"]],
+            RANDOM: document["random"],
+            **{f"{STATE}{name}": value for name, value in document["state"].items()},
+        }
+        return {name: xxh3_64_hexdigest(text_of(value).encode()) for name, value in values.items()}
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedCopy(Damage(source, "contents", f"{type(error).__name__}: {error}"[:200])) from error
+
+
 def parse_rank_file(
-    content: bytes, step: int, identity: Identity, document: str, tensors: FileEntry
+    content: bytes, step: int, identity: Identity, row: Row, contents: Mapping[str, str]
 ) -> RankFile:
     """Read a rank's JSON file.
 
@@ -80,21 +115,20 @@ def parse_rank_file(
         content: its bytes, verified.
         step: of the manifest that lists it.
         identity: run, generation and world of that manifest, and the rank.
-        document: its name.
-        tensors: entry of the safetensors file beside it.
+        row: of the rank, in the manifest.
+        contents: digests of its contents, by name, in the manifest.
 
     Raises:
         DamagedCopy: it is not that rank's file.
         CheckpointMismatch: it was written in another format.
     """
-    fields = _parsed(content, document, whose_file(step, identity))
+    names = rank_files(identity.rank, identity.world_size)
+    source = names.document
+    fields = _parsed(content, source, whose_file(step, identity))
     borrowed = fields.mapping("borrowed")
     if any(type(number) is not int or number < 0 for number in borrowed.values()):
         fields.refuse("borrowed", "numbers of files", repr(borrowed))
-    shard = Shard.of(fields, tensors, borrowed)
-    both = shard.tensors.keys() & borrowed.keys()
-    if both:
-        fields.refuse("borrowed", "tensors that are not in the rank's own file, too", some(both))
+    shard = Shard.of(fields, row.entries(names)[0], row, borrowed)
     values, kinds = fields.mapping("state"), fields.mapping("kinds")
     parameters = fields.mapping("parameters")
     for known in parameters.values():
@@ -108,6 +142,10 @@ def parse_rank_file(
     if not all(type(rows) is list and len(rows) == 2 and all(map(_is_row, rows)) for rows in flags.values()):
         fields.refuse("flags", "two rows of bits for each module", repr(flags))
     random = fields.value("random", object)
+    found = contents_of(source, fields.values)
+    if found != contents:
+        unlike = some(name for name, _ in found.items() ^ contents.items())
+        raise DamagedCopy(Damage(source, "contents as the manifest has them", f"others ({unlike})"))
     return RankFile(shard, values, kinds, parameters, random, borrowed, flags=flags)
 
 
@@ -135,10 +173,24 @@ def _is_parameter(said: Any) -> bool:
 
 
 def parse_alike_file(
-    content: bytes, step: int, identity: Identity, document: str, tensors: FileEntry
+    content: bytes, step: int, identity: Identity, row: Row, place: tuple[int, int]
 ) -> Shard:
-    """Read the JSON file of a safetensors file that all ranks share; see :func:`parse_rank_file`."""
-    return Shard.of(_parsed(content, document, whose_alike(step, identity)), tensors)
+    """Read the JSON file of a safetensors file that all ranks share.
+
+    Args:
+        content: its bytes, verified.
+        step: of the manifest that lists it.
+        identity: run, generation and world of that manifest, and any rank.
+        row: of the file, in the manifest.
+        place: its number, and how many there are.
+
+    Raises:
+        DamagedCopy: it is not that file.
+        CheckpointMismatch: it was written in another format.
+    """
+    names = alike_files(*place)
+    fields = _parsed(content, names.document, whose_alike(step, identity))
+    return Shard.of(fields, row.entries(names)[0], row)
 
 
 def whose_alike(step: int, identity: Identity) -> dict[str, Any]:

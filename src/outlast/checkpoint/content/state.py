@@ -38,7 +38,8 @@ from outlast.checkpoint.content.codecs import (
 from outlast.checkpoint.content.flags import Flags, flags_of
 from outlast.checkpoint.content.typed_forms import DEPTH, Json
 from outlast.checkpoint.content.typed_json import Encoder, Path, form_of
-from outlast.checkpoint.policy.manifest import first_few, in_order, is_dense
+from outlast.checkpoint.policy.manifest import first_few
+from outlast.checkpoint.policy.table import in_order, is_dense
 from outlast.errors import CheckpointMismatch, UsageError
 from outlast.fields import Damage, DamagedCopy
 from outlast.ports import Stateful

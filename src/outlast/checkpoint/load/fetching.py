@@ -271,7 +271,7 @@ def _join(stage: Stage, gathering: Gathering) -> None:
         OSError: the file system refused.
     """
     name = gathering.name
-    own: dict[int, Row] = {}
+    parts: dict[int, tuple[Row, dict[str, str]]] = {}
     paths: dict[str, Path] = {}
     manifest: Manifest | None = None
     for tier in (stage.tier, *stage.replica_tiers()):
@@ -282,13 +282,13 @@ def _join(stage: Stage, gathering: Gathering) -> None:
         if evidence(found, digest) != gathering.evidence:
             continue
         manifest = manifest or found
-        mine = dict(zip(found.ranks, found.own, strict=True))
-        if found.shared != manifest.shared or any(own.get(rank, row) != row for rank, row in mine.items()):
+        mine = found.parts()
+        if found.shared != manifest.shared or any(parts.get(rank, one) != one for rank, one in mine.items()):
             raise CheckpointError(f"{name}: files of the same name are not the same in two nodes' parts")
-        own |= mine
+        parts |= mine
         paths |= {entry.name: tier.folder / name / entry.name for entry in found.needed()}
     assert manifest is not None, "the parts were looked at, or have just come"
-    whole = manifest.joined(own, manifest.shared)
+    whole = manifest.joined(parts, manifest.shared)
     with stage.joined.writing(name) as temporary:
         for file, path in paths.items():
             os.link(path, stage.joined.folder / temporary / file)

@@ -21,7 +21,7 @@ from outlast.checkpoint.content.digest import read_digests
 from outlast.checkpoint.content.memory import allocate, block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
 from outlast.checkpoint.load.reading import padded, read_verified, verify_mapped
-from outlast.checkpoint.policy.manifest import Shard
+from outlast.checkpoint.policy.manifest import FileEntry
 from outlast.checkpoint.tiers.tier import CopyFolder
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # saved, live
@@ -150,7 +150,7 @@ class Source:
 
     Args:
         folder: the copy.
-        shard: what the JSON file says of the file.
+        entry: of the file, in the manifest.
         near: the copy is in the memory tier of this node.
 
     Raises:
@@ -158,11 +158,11 @@ class Source:
         OSError: the file system refused.
     """
 
-    def __init__(self, folder: CopyFolder, shard: Shard, near: bool) -> None:
-        self._shard = shard
-        mapped = _map(folder, shard) if near else None
+    def __init__(self, folder: CopyFolder, entry: FileEntry, near: bool) -> None:
+        self._entry = entry
+        mapped = _map(folder, entry) if near else None
         self._mapped = mapped is not None
-        self._memory = mapped if mapped is not None else allocate(padded(shard.nbytes))
+        self._memory = mapped if mapped is not None else allocate(padded(entry.nbytes))
 
     def fill(self, folder: CopyFolder, threads: int) -> None:
         """Verify every byte, after reading the file where it is not mapped.
@@ -175,11 +175,11 @@ class Source:
             DamagedCopy: names the first bytes that are not as they were saved.
             OSError: the file system refused.
         """
-        content, digests = memoryview(self._memory), read_digests(folder, self._shard)
+        content, digests = memoryview(self._memory), read_digests(folder, self._entry)
         if self._mapped:
-            verify_mapped(self._shard, digests, content, threads)
+            verify_mapped(self._entry, digests, content, threads)
         else:
-            read_verified(folder, self._shard, digests, content, threads)
+            read_verified(folder, self._entry, digests, content, threads)
 
     def view(self, begin: int, end: int) -> torch.Tensor:
         """Return a range as a tensor of bytes. A write to it does not change the file."""
@@ -188,13 +188,13 @@ class Source:
         return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
 
 
-def _map(folder: CopyFolder, shard: Shard) -> mmap.mmap | None:
+def _map(folder: CopyFolder, entry: FileEntry) -> mmap.mmap | None:
     """Map a file; None where it must be read."""
-    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
         try:
             if os.fstat(descriptor).st_dev != os.stat(_MEMORY).st_dev:
                 return None
-            return mmap.mmap(descriptor, shard.nbytes, flags=mmap.MAP_PRIVATE)
+            return mmap.mmap(descriptor, entry.nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError):
             return None
 

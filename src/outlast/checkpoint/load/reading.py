@@ -13,16 +13,18 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest, read_digests
 from outlast.checkpoint.content.memory import allocate, as_tensor, block_of, in_threads
-from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, Shard, TensorEntry
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, FileEntry
 from outlast.checkpoint.policy.sharing import differing as differing_chunks
+from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
 from outlast.parallelism.policy.slices import Part, blocks, cover, extent, place_in, strides_of
@@ -41,12 +43,14 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def read_verified(folder: CopyFolder, shard: Shard, digests: bytes, target: memoryview, threads: int) -> None:
+def read_verified(
+    folder: CopyFolder, entry: FileEntry, digests: bytes, target: memoryview, threads: int
+) -> None:
     """Read a safetensors file and verify every byte of it.
 
     Args:
         folder: the copy.
-        shard: the file.
+        entry: of the file, in the manifest.
         digests: of its chunks.
         target: memory that begins at a page, as large as :func:`padded` says; after an error nothing in there
             is worth anything.
@@ -56,22 +60,22 @@ def read_verified(folder: CopyFolder, shard: Shard, digests: bytes, target: memo
         DamagedCopy: names the first bytes that are not as they were saved.
         OSError: the file system refused.
     """
-    with folder.open(shard.file, shard.nbytes) as (descriptor, _), _opened(descriptor, shard) as file:
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _), _opened(descriptor, entry) as file:
 
         def read(unit: int) -> None:
             begin = unit * _UNIT_BYTES
-            end = min(begin + _UNIT_BYTES, shard.nbytes)
+            end = min(begin + _UNIT_BYTES, entry.nbytes)
             file.read(target, begin, end)
-            verify_chunks(shard, digests, target[begin:end], begin)
+            verify_chunks(entry, digests, target[begin:end], begin)
 
-        in_threads(lambda: read, -(-shard.nbytes // _UNIT_BYTES), max(_READERS, threads))
+        in_threads(lambda: read, -(-entry.nbytes // _UNIT_BYTES), max(_READERS, threads))
 
 
-def verify_chunks(shard: Shard, digests: bytes, content: memoryview, begin: int) -> None:
+def verify_chunks(entry: FileEntry, digests: bytes, content: memoryview, begin: int) -> None:
     """Compare the digests of whole chunks of a file.
 
     Args:
-        shard: the file.
+        entry: of the file, in the manifest.
         digests: of its chunks.
         content: the chunks.
         begin: where the first of them begins in the file.
@@ -85,10 +89,10 @@ def verify_chunks(shard: Shard, digests: bytes, content: memoryview, begin: int)
         known = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         if found != known:
             expected = f"digest {known.hex()} of bytes {begin + low} to {begin + high}"
-            raise DamagedCopy(Damage(shard.file, expected, found.hex()))
+            raise DamagedCopy(Damage(entry.name, expected, found.hex()))
 
 
-def verify_mapped(shard: Shard, digests: bytes, content: memoryview, threads: int) -> None:
+def verify_mapped(entry: FileEntry, digests: bytes, content: memoryview, threads: int) -> None:
     """Compare the digests of all chunks of a file that is in memory, in several threads.
 
     Raises:
@@ -97,7 +101,7 @@ def verify_mapped(shard: Shard, digests: bytes, content: memoryview, threads: in
 
     def work(number: int) -> None:
         begin = number * CHUNK_BYTES
-        verify_chunks(shard, digests, content[begin : begin + CHUNK_BYTES], begin)
+        verify_chunks(entry, digests, content[begin : begin + CHUNK_BYTES], begin)
 
     in_threads(lambda: work, len(digests) // DIGEST_BYTES, threads)
 
@@ -105,11 +109,11 @@ def verify_mapped(shard: Shard, digests: bytes, content: memoryview, threads: in
 class _File:
     """An open file, and the same file opened past the page cache."""
 
-    def __init__(self, descriptor: int, direct: int, shard: Shard) -> None:
+    def __init__(self, descriptor: int, direct: int, entry: FileEntry) -> None:
         self._descriptor = descriptor
         self._direct = direct
-        self._file = shard.file
-        self._cached = _cached(descriptor, shard.nbytes) if direct >= 0 else b""
+        self._file = entry.name
+        self._cached = _cached(descriptor, entry.nbytes) if direct >= 0 else b""
 
     def read(self, target: memoryview, begin: int, end: int) -> None:
         """Read a range to its place in memory that begins at a page.
@@ -134,13 +138,13 @@ class _File:
 
 
 @contextmanager
-def _opened(descriptor: int, shard: Shard) -> Iterator[_File]:
+def _opened(descriptor: int, entry: FileEntry) -> Iterator[_File]:
     direct = -1
-    if shard.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+    if entry.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # refused: the page cache serves every file system
             direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
-        yield _File(descriptor, direct, shard)
+        yield _File(descriptor, direct, entry)
     finally:
         if direct >= 0:
             os.close(direct)
@@ -165,22 +169,28 @@ def _cached(descriptor: int, nbytes: int) -> bytes:
 _AT_A_TIME = 16 << 20  # how much of a file is in memory at a time
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A part of a tensor in a file.
 
     Args:
-        source: whose file: a rank, or behind the ranks one that all ranks share; see :class:`World`.
-        entry: what the rank's JSON file says of it.
+        source: number of the file: a rank, or behind the ranks one that all ranks share.
+        entry: where in the file it is.
     """
 
     source: int
     entry: TensorEntry
 
-    @property
-    def part(self) -> Part:
-        """Where in the whole it is."""
-        return Part(self.entry.offsets, self.entry.shape)
+
+class Held(NamedTuple):
+    """A part of a tensor, and who has it.
+
+    Args:
+        part: where in the whole it is.
+        sources: numbers of the files, see :class:`Stored`.
+    """
+
+    part: Part
+    sources: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -212,7 +222,7 @@ class Move:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return self.stored.entry.nbytes // self.stored.part.numel
+        return self.stored.entry.nbytes // self.stored.entry.part.numel
 
 
 def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
@@ -225,44 +235,41 @@ def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
     return {key: Target(part, octets[key]) for key, (part, _) in wanted.items()}
 
 
-def replicas(stored: Sequence[Stored]) -> dict[Part, list[Stored]]:
-    """Group what is stored of a tensor by its place: the members of a group hold the same elements."""
-    groups: dict[Part, list[Stored]] = {}
-    for each in stored:
-        groups.setdefault(each.part, []).append(each)
-    return groups
-
-
-def moves_to(target: Target, stored: Sequence[Stored], reader: int) -> tuple[list[Move], str]:
+def moves_to(
+    target: Target, held: Sequence[Held], reader: int, entry_in: Callable[[int], TensorEntry]
+) -> tuple[list[Move], str]:
     """Find what to read for a target.
 
     Args:
         target: what to fill.
-        stored: all that is stored of the tensor.
+        held: all parts of the tensor that overlap it.
         reader: the rank that reads; of equal parts each reader takes another one.
+        entry_in: returns where the tensor is in a file.
 
     Returns:
         What to read, and why it is not all; empty when it is.
     """
-    groups = [group for part, group in replicas(stored).items() if part.numel]
-    chosen = [group[reader % len(group)] for group in groups]
-    whole = Part.whole(stored[0].entry.global_shape)
-    if sum(each.part.numel for each in chosen) > whole.numel:
+    taken, missing = cover(target.part, [each.part for each in held])
+    commons = (each.part.overlap(target.part) for each in held)
+    if sum(common.numel for common in commons if common) > sum(part.numel for _, part in taken):
         return [], "is stored in parts that overlap"
-    taken, missing = cover(target.part, [each.part for each in chosen])
     if missing:
         return [], f"is not complete: no rank stored {list(missing[0].shape)} at {list(missing[0].offsets)}"
-    return [Move(chosen[place], part, target) for place, part in taken], ""
+    moves = []
+    for place, part in taken:
+        source = held[place].sources[reader % len(held[place].sources)]
+        moves.append(Move(Stored(source, entry_in(source)), part, target))
+    return moves, ""
 
 
 class _VerifiedFile:
     """An open safetensors file whose chunks are verified as they are read."""
 
-    def __init__(self, descriptor: int, shard: Shard, digests: bytes) -> None:
+    def __init__(self, descriptor: int, entry: FileEntry, digests: bytes) -> None:
         self._descriptor = descriptor
-        self._shard = shard
+        self._entry = entry
         self.digests = digests
-        memory = allocate(min(_AT_A_TIME, shard.nbytes) + 2 * CHUNK_BYTES)
+        memory = allocate(min(_AT_A_TIME, entry.nbytes) + 2 * CHUNK_BYTES)
         self._octets, self._view = as_tensor(memory), memoryview(memory)
         self._first = self._last = 0  # the chunks in memory
 
@@ -281,33 +288,33 @@ class _VerifiedFile:
         return self._octets[offset : offset + end - begin]
 
     def _load(self, first: int, last: int) -> None:
-        shard, size = self._shard, CHUNK_BYTES
+        entry, size = self._entry, CHUNK_BYTES
         kept = max(self._last - first, 0) if first >= self._first else 0
         if kept:  # the next tensor begins as a rule in the chunk in which the last one ended
             start = (first - self._first) * size
             self._view[: kept * size] = bytes(self._view[start : start + kept * size])
         self._first = self._last = first
         for number in range(first + kept, last):
-            begin, end = number * size, min((number + 1) * size, shard.nbytes)
+            begin, end = number * size, min((number + 1) * size, entry.nbytes)
             chunk = self._view[begin - first * size : end - first * size]
-            read_exactly(self._descriptor, chunk, begin, shard.file)
-            verify_chunks(shard, self.digests, chunk, begin)
+            read_exactly(self._descriptor, chunk, begin, entry.name)
+            verify_chunks(entry, self.digests, chunk, begin)
         self._last = last
 
 
 @contextmanager
-def _opened_file(folder: CopyFolder, shard: Shard) -> Iterator[_VerifiedFile]:
-    digests = read_digests(folder, shard)
-    with folder.open(shard.file, shard.nbytes) as (descriptor, _):
-        yield _VerifiedFile(descriptor, shard, digests)
+def _opened_file(folder: CopyFolder, entry: FileEntry) -> Iterator[_VerifiedFile]:
+    digests = read_digests(folder, entry)
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
+        yield _VerifiedFile(descriptor, entry, digests)
 
 
-def carry_out(folder: CopyFolder, shards: Mapping[int, Shard], moves: Sequence[Move]) -> None:
+def carry_out(folder: CopyFolder, file_of: Callable[[int], FileEntry], moves: Sequence[Move]) -> None:
     """Read parts to where they go.
 
     Args:
         folder: the copy.
-        shards: what the JSON files say of the safetensors files, by source.
+        file_of: returns a safetensors file by its number.
         moves: what to read.
 
     Raises:
@@ -318,18 +325,18 @@ def carry_out(folder: CopyFolder, shards: Mapping[int, Shard], moves: Sequence[M
     for move in moves:
         by_source.setdefault(move.stored.source, []).append(move)
     for source, wanted in sorted(by_source.items()):
-        with _opened_file(folder, shards[source]) as file:
+        with _opened_file(folder, file_of(source)) as file:
             for move in sorted(wanted, key=lambda each: each.stored.entry.begin):
-                for block in blocks(move.part, move.stored.part, max(1, _AT_A_TIME // move.itemsize)):
+                for block in blocks(move.part, move.stored.entry.part, max(1, _AT_A_TIME // move.itemsize)):
                     _copy(file, move, block)
 
 
 def _copy(file: _VerifiedFile, move: Move, block: Part) -> None:
-    width, stored, target = move.itemsize, move.stored, move.target
-    begin = stored.entry.begin + place_in(block, stored.part) * width
-    octets = file.read(begin, begin + extent(block, stored.part) * width)
+    width, entry, target = move.itemsize, move.stored.entry, move.target
+    begin = entry.begin + place_in(block, entry.part) * width
+    octets = file.read(begin, begin + extent(block, entry.part) * width)
     shape = (*block.shape, width)
-    here = [step * width for step in strides_of(stored.part.shape)]
+    here = [step * width for step in strides_of(entry.shape)]
     there = [step * width for step in strides_of(target.part.shape)]
     place = target.octets.storage_offset() + place_in(block, target.part) * width
     goes = target.octets.as_strided(shape, (*there, 1), place)
@@ -353,7 +360,7 @@ def put_in_order(octets: torch.Tensor, shape: Sequence[int], strides: Sequence[i
 
 
 def differing(
-    folder: CopyFolder, shards: Mapping[int, Shard], pairs: Sequence[tuple[str, Stored, Stored]]
+    folder: CopyFolder, file_of: Callable[[int], FileEntry], pairs: Sequence[tuple[str, Stored, Stored]]
 ) -> list[tuple[str, int, int]]:
     """Return which of the pairs of stored parts do not hold the same bytes.
 
@@ -361,7 +368,7 @@ def differing(
 
     Args:
         folder: the copy.
-        shards: what the JSON files say of the safetensors files, by source.
+        file_of: returns a safetensors file by its number.
         pairs: a key and two stored parts of equal shape.
 
     Returns:
@@ -376,7 +383,7 @@ def differing(
     for key, one, other in pairs:
         by_sources.setdefault((one.source, other.source), []).append((key, one.entry, other.entry))
     for (left, right), entries in sorted(by_sources.items()):
-        with _opened_file(folder, shards[left]) as first, _opened_file(folder, shards[right]) as second:
+        with _opened_file(folder, file_of(left)) as first, _opened_file(folder, file_of(right)) as second:
             for key, here, there in sorted(entries, key=lambda each: each[1].begin):
                 for begin, end in _doubtful(first.digests, second.digests, here, there):
                     moved = there.begin - here.begin

@@ -6,7 +6,7 @@ tensors are found by key and by their place in the whole, whatever file they are
 alike (the model of DDP, an optimizer's step) any rank of another world gets. What was of a single rank cannot
 be given to another one and is refused by name; but for random states, which are derived anew.
 
-Every rank reads the JSON files of all ranks, of the safetensors files only what it needs.
+Of JSON files that are alike a rank reads one, of the safetensors files only what it needs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
 from outlast.checkpoint.load.landing import Landing, Source
 from outlast.checkpoint.load.reading import (
+    Held,
     Move,
-    Stored,
     Target,
     carry_out,
     differing,
@@ -36,17 +37,19 @@ from outlast.checkpoint.load.reading import (
     put_in_order,
     reserve,
 )
-from outlast.checkpoint.load.world import Leaf, Merger, World, absent, form_of, leaves_of, prune, wanted_of
+from outlast.checkpoint.load.world import Leaf, Merger, World, absent, leaves_of, prune, wanted_of
 from outlast.checkpoint.policy.manifest import (
     MANIFEST,
+    RANDOM,
+    REST,
     Identity,
     Manifest,
-    TensorEntry,
     first_few,
     rank_files,
     some,
 )
 from outlast.checkpoint.policy.names import likely_cause, name_differences
+from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
@@ -156,13 +159,13 @@ def _as_saved(
     folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank: int, near: bool, threads: int
 ) -> Received:
     """Return what a rank gets of its own files."""
-    files = [(shard, Source(folder, shard, near)) for shard in rank_file.shards]
+    files = [(shard, Source(folder, shard.file, near)) for shard in rank_file.shards]
     memory = {
         key: file.view(entry.begin, entry.end)
         for shard, file in files
         for key, entry in shard.tensors.items()
     }
-    source = rank_files(rank, manifest.world_size)[1]
+    source = rank_files(rank, manifest.world_size).document
     live = {key: _typed(memory[key], each, source) for key, each in rank_file.tensors.items()}
     decoder = Decoder(source, live)
     saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
@@ -180,7 +183,7 @@ def _as_saved(
         parameters=rank_file.parameters,
         random=require_random(decoder.decode(rank_file.random), source),
         cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
-        nbytes=sum(shard.nbytes for shard in rank_file.shards),
+        nbytes=sum(shard.file.nbytes for shard in rank_file.shards),
         note="",
         left=(),
         flags=rank_file.flags,
@@ -299,7 +302,7 @@ class _Plan:
         self._state = state
         # As many ranks as saved, and each has its entries: only the parts of distributed tensors are others.
         self._same_ranks = _same_world(world.manifest, identity) and not _lacks_entries(
-            world.files[identity.rank], state
+            world.document(identity.rank), state
         )
         self._problems: list[str] = []
         self._absent: list[str] = []  # what no rank has saved
@@ -313,12 +316,13 @@ class _Plan:
             CheckpointMismatch: it cannot get it; names the first few reasons.
         """
         world, rank = self._world, self._identity.rank
-        values = world.files[rank].values if self._same_ranks else self._merged()
+        values = world.document(rank).values if self._same_ranks else self._merged()
         self._refuse()
         targets = self._targets(values)
         moves: list[Move] = []
         for key, target in targets.items():
-            found, why = moves_to(target, self._of(key), rank)
+            entry_in = partial(world.entry, key)
+            found, why = moves_to(target, self._held(key, target.part), rank, entry_in)
             moves += found
             if why:
                 self._problems.append(f"{key} {why}")
@@ -326,17 +330,18 @@ class _Plan:
         live = {key: target.typed(world.dtype(key), self._orders[key]) for key, target in targets.items()}
         decoder = Decoder(MANIFEST, live)
         random_states, note = self._random()
-        kinds = {name: kind for file in world.files.values() for name, kind in file.kinds.items()}
+        rest = [file for _, file in world.differing(REST)]
+        kinds = {name: kind for file in rest for name, kind in file.kinds.items()}
         return Received(
             saved={name: decoder.decode(value) for name, value in values.items()},
             kinds={name: kind for name, kind in kinds.items() if name in values},
-            parameters=_common([file.parameters for file in world.files.values()]),
+            parameters=_common([file.parameters for file in rest]),
             random=random_states,
             cursor=Decoder(MANIFEST, {}).decode(world.manifest.cursor),
             nbytes=sum(target.octets.numel() for target in targets.values()),
             note=note,
             left=tuple(sorted(self._left - targets.keys())),
-            flags=world.files[rank].flags if self._same_ranks else {},
+            flags=world.document(rank).flags if self._same_ranks else {},
             fill=lambda folder, _: self._fill(folder, moves, targets),
         )
 
@@ -359,13 +364,13 @@ class _Plan:
     def _merged(self) -> dict[str, Json]:
         """Put the values of all ranks together as this rank has use for them."""
         merger = Merger(self._problems, self._left)
-        files, values = self._world.files, dict[str, Json]()
-        for name in dict.fromkeys(name for file in files.values() for name in file.values):
-            said = [(rank, file.values[name]) for rank, file in files.items() if name in file.values]
+        world, values = self._world, dict[str, Json]()
+        for name in world.names:
+            said = world.values(name)
             tensors = set().union(*(references(value) for _, value in said))
             if name not in self._state:
                 self._left |= tensors
-                if len(said) == len(files) and not tensors:
+                if world.is_everywhere(name) and not tensors:
                     values[name] = said[0][1]
                 continue
             content = self._state.content(name) if tensors and _says_all(self._state[name]) else None
@@ -374,13 +379,11 @@ class _Plan:
             self._absent += absent(values[name], content, name)
         return values
 
-    def _of(self, key: str) -> list[Stored]:
-        """Return what is stored of a tensor and is this rank's to take."""
-        stored = self._world.stored[key]
+    def _held(self, key: str, part: Part) -> list[Held]:
+        """Return what is stored of a part of a tensor and is this rank's to take."""
         if self._same_ranks and not self._world.in_parts(key):
-            source = self._world.source(self._identity.rank, key)
-            return [each for each in stored if each.source == source]
-        return stored
+            return [Held(part, (self._world.source(self._identity.rank, key),))]
+        return self._world.held(key, part)
 
     def _targets(self, values: Mapping[str, Json]) -> dict[str, Target]:
         """Return memory for each tensor that this rank has use for, by key."""
@@ -403,24 +406,25 @@ class _Plan:
 
     def _part(self, leaf: Leaf) -> Part:
         """Return which part of a tensor this rank has use for; where that cannot be told, all of it."""
-        entry = self._world.stored[leaf.key][0].entry
-        piece = wanted_of(leaf)
+        form, piece = self._world.form(leaf.key), wanted_of(leaf)
         if piece is None and self._world.in_parts(leaf.key):
             self._problems.append(f"{leaf.path} was saved in parts, and what part is live here is not known")
         elif leaf.live is not None and piece is not None and distributed(leaf.live):
             here = f"{dtype_name(leaf.live.dtype)}{list(piece.global_shape)}"
-            fits = here == form_of(entry) or (leaf.of_optimizer and piece.global_shape == entry.global_shape)
-            if fits:
+            if here == form.text or (leaf.of_optimizer and piece.global_shape == form.shape):
                 return piece.part
-            self._problems.append(f"{leaf.path} is {form_of(entry)} in the checkpoint, {here} here")
-        return Part.whole(entry.global_shape)
+            self._problems.append(f"{leaf.path} is {form.text} in the checkpoint, {here} here")
+        return Part.whole(form.shape)
 
     def _order(self, leaf: Leaf, part: Part) -> tuple[int, ...] | None:
         """Return the strides of what this rank gets: as saved, or the live tensor's where that is a part.
 
         Of distributed tensors the live one's memory takes what is read, in its own order.
         """
-        entry, live = self._of(leaf.key)[0].entry, leaf.live
+        world, live = self._world, leaf.live
+        own = self._same_ranks and not world.in_parts(leaf.key)
+        source = world.source(self._identity.rank, leaf.key) if own else world.first(leaf.key)
+        entry = world.entry(leaf.key, source)
         if entry.shape == part.shape:
             return entry.strides
         if live is None or distributed(live) or tuple(live.shape) != part.shape:
@@ -428,12 +432,11 @@ class _Plan:
         return order_of(live)
 
     def _random(self) -> tuple[dict[str, Any], str]:
-        files, rank, manifest = self._world.files, self._identity.rank, self._world.manifest
-        saved = [file.random for file in files.values()]
+        world, rank, manifest = self._world, self._identity.rank, self._world.manifest
         chosen = rank if self._same_ranks else 0
-        source = rank_files(chosen, manifest.world_size)[1]
-        found = require_random(Decoder(source, {}).decode(saved[chosen]), source)
-        alike = all(states == saved[0] for states in saved)
+        source = rank_files(chosen, manifest.world_size).document
+        found = require_random(Decoder(source, {}).decode(world.document(chosen).random), source)
+        alike = len(manifest.alike(RANDOM)) == 1
         if self._same_ranks or (alike and _same_world(manifest, self._identity)):
             return found, ""
         states = found if alike else derived_random(f"{self._commit}:{rank}", found)
@@ -445,12 +448,12 @@ class _Plan:
 
     def _fill(self, folder: CopyFolder, moves: Sequence[Move], targets: Mapping[str, Target]) -> None:
         world, identity = self._world, self._identity
-        keys = [key for key in world.stored if world.in_parts(key) or not self._same_ranks]
+        keys = [key for key in world.keys if not self._same_ranks or world.in_parts(key)]
         pairs = world.pairs(keys, identity.rank, identity.world_size)
-        for key, one, other in differing(folder, world.shards, pairs):
+        for key, one, other in differing(folder, world.file, pairs):
             whose = f"{world.named(one)} and on {world.named(other)}"
             self._problems.append(f"{key} is not the same on {whose}, which saved it")
         self._refuse()
-        carry_out(folder, world.shards, moves)
+        carry_out(folder, world.file, moves)
         for key, target in targets.items():
             put_in_order(target.octets, target.part.shape, self._orders[key])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,70 +21,197 @@ from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, template_of
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, element_type_of
-from outlast.checkpoint.load.reading import Stored, replicas
-from outlast.checkpoint.policy.manifest import Manifest, Shard, TensorEntry, rank_files, some
+from outlast.checkpoint.load.reading import Held, Stored
+from outlast.checkpoint.policy.manifest import (
+    MANIFEST,
+    STATE,
+    TABLE,
+    FileEntry,
+    Manifest,
+    rank_files,
+    some,
+)
+from outlast.checkpoint.policy.table import Cut, Form, Shard, Table, TensorEntry
 from outlast.checkpoint.tiers.inventory import read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import UsageError
 from outlast.fields import Damage, DamagedCopy
+from outlast.parallelism.policy.slices import Part, Split, divided, overlapping
+
+
+class _Group:
+    """Ranks that have the same table, or one file that all ranks share.
+
+    Args:
+        table: theirs.
+        borrowed: numbers of the files that have other tensors of them, by key.
+        sources: numbers of the files, as in :attr:`World.files`, in order.
+        coordinates: place of each rank in the meshes of the table.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        borrowed: Mapping[str, int],
+        sources: Sequence[int],
+        coordinates: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        self.table = table
+        self.borrowed = borrowed
+        self.sources = sources
+        self._coordinates = coordinates
+        self._at: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+
+    def part(self, key: str, source: int) -> Part:
+        """Return which part of a tensor a rank has."""
+        coordinates = self._coordinates[bisect_left(self.sources, source)]
+        return self.table.forms[key].of(self.table.meshes, coordinates)
+
+    def holding(self, form: Form, wanted: Part) -> Iterator[Held]:
+        """Yield what is stored of a tensor and overlaps a part of it."""
+        if form.mesh is None:
+            part = form.of((), ())
+            if part.overlap(wanted) is not None:
+                yield Held(part, self.sources)
+            return
+        at, mesh = self._index(form), self.table.meshes[form.mesh]
+        for place, part in _within(Part.whole(form.shape), form.cuts, mesh, wanted):
+            if place in at:
+                yield Held(part, at[place])
+
+    def is_divided(self, form: Form) -> bool:
+        """Say whether no two ranks have the same part of a tensor."""
+        different = 1 if form.mesh is None else len(self._index(form))
+        return different == len(self.sources)
+
+    def _index(self, form: Form) -> dict[tuple[int, ...], list[int]]:
+        """Return the ranks by their places along the dimensions of the mesh by which a tensor is divided."""
+        mesh, dimensions = form.mesh or 0, tuple(along for _, along in form.cuts)
+        known = (mesh, *dimensions)
+        found = self._at.get(known)
+        if found is None:
+            found = self._at[known] = {}
+            for source, coordinates in zip(self.sources, self._coordinates, strict=True):
+                place = tuple(coordinates[mesh][along] for along in dimensions)
+                found.setdefault(place, []).append(source)
+        return found
+
+
+def _within(
+    part: Part, cuts: Sequence[Cut], mesh: Sequence[int], wanted: Part
+) -> Iterator[tuple[tuple[int, ...], Part]]:
+    """Yield the places along a mesh, and their parts, that overlap a wanted part after all cuts."""
+    if not cuts:
+        yield (), part
+        return
+    (axis, along), *rest = cuts
+    for index in overlapping(part, axis, mesh[along], wanted):
+        for place, each in _within(divided(part, Split(axis, mesh[along], index)), rest, mesh, wanted):
+            yield (index, *place), each
 
 
 class World:
-    """The saved world; its JSON files are read and verified, none of its tensors is.
+    """The saved world. Of documents that are alike one is read and verified; of tensors nothing is.
+
+    Which rank has which part of a tensor follows from the manifest and the few tables that differ.
 
     Args:
         folder: the copy.
         manifest: its manifest.
 
     Raises:
-        DamagedCopy: a byte is not as it was committed, or the folder lacks a rank's file.
+        DamagedCopy: a byte is not as it was committed, or the folder lacks a document.
         CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
 
     def __init__(self, folder: CopyFolder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.shared: dict[int, Shard] = {}
-        ranks = range(manifest.world_size)
-        self.files = {rank: read_rank_file(folder, manifest, rank, self.shared) for rank in ranks}
-        for rank, file in self.files.items():
-            _require_typed(file, rank_files(rank, manifest.world_size)[1])
-        self.stored: dict[str, list[Stored]] = {}
-        taken: set[tuple[str, int]] = set()
-        for rank, file in self.files.items():
-            for key, entry in file.tensors.items():
-                _require_size(file.shard.file, key, entry)
-                source = self.source(rank, key)
-                if (key, source) not in taken:
-                    taken.add((key, source))
-                    self.stored.setdefault(key, []).append(Stored(source, entry))
+        self._folder = folder
+        self._read: dict[int, RankFile] = {}
+        self._shared: dict[int, Shard] = {}
+        self._entries: dict[int, dict[str, TensorEntry]] = {}
+        self.names = tuple(name.removeprefix(STATE) for name in manifest.contents if name.startswith(STATE))
+        for name in self.names:
+            for rank, value in self.values(name):
+                file = self.document(rank)
+                stands = dict.fromkeys(file.tensors, torch.empty(0))  # what is put together is typed JSON
+                Decoder(rank_files(rank, manifest.world_size).document, stands).decode(value)
+        self._groups = [
+            self._group(self.document(ranks[0]), ranks) for ranks in manifest.alike(TABLE).values()
+        ]
+        self._group_of = {source: group for group in self._groups for source in group.sources}
+        borrowed = sorted({number for group in self._groups for number in group.borrowed.values()})
+        for number in borrowed:
+            source = manifest.world_size + number
+            group = self._group_of[source] = _Group(self._shared[number].table, {}, (source,), ((),))
+            self._groups.append(group)
+        self._having: dict[str, list[_Group]] = {}
+        for group in self._groups:
+            for key, form in group.table.forms.items():
+                _require_width(MANIFEST, key, form)
+                self._having.setdefault(key, []).append(group)
 
-    def source(self, rank: int, key: str) -> int:
-        """Return the number, as in :attr:`shards`, of the file in which a rank has a tensor."""
-        shared = self.files[rank].borrowed.get(key) if rank in self.files else None
-        return rank if shared is None else self.manifest.world_size + shared
+    def _group(self, file: RankFile, ranks: Sequence[int]) -> _Group:
+        coordinates = [self.manifest.own[rank].coordinates for rank in ranks]
+        for one in coordinates:
+            file.shard.table.require_place(MANIFEST, one)
+        return _Group(file.shard.table, file.borrowed, ranks, coordinates)
+
+    def document(self, rank: int) -> RankFile:
+        """Return the document of a rank."""
+        if rank not in self._read:
+            self._read[rank] = read_rank_file(self._folder, self.manifest, rank, self._shared)
+        return self._read[rank]
+
+    def differing(self, content: str) -> list[tuple[int, RankFile]]:
+        """Return a document for each digest that a content has, and its rank."""
+        return [(ranks[0], self.document(ranks[0])) for ranks in self.manifest.alike(content).values()]
+
+    def values(self, name: str) -> Said:
+        """Return all contents of a state object, each with the first rank that has it."""
+        return [(rank, file.values[name]) for rank, file in self.differing(STATE + name)]
+
+    def is_everywhere(self, name: str) -> bool:
+        """Say whether all ranks have a state object."""
+        return all(run.digest for run in self.manifest.contents[STATE + name])
 
     @property
-    def shards(self) -> dict[int, Shard]:
-        """What each rank says of its safetensors file; behind them the files that all ranks share."""
+    def keys(self) -> Collection[str]:
+        """The keys of all tensors."""
+        return self._having.keys()
+
+    def file(self, source: int) -> FileEntry:
+        """Return a safetensors file: of a rank, or behind the ranks one that all share."""
         first = self.manifest.world_size
-        shared = {first + number: shard for number, shard in self.shared.items()}
-        return {rank: file.shard for rank, file in self.files.items()} | shared
+        of = self.manifest.of_rank(source) if source < first else self.manifest.of_shared(source - first)
+        return of[0]
 
     def named(self, source: int) -> str:
-        """Return whose file of :attr:`shards` it is, for messages."""
-        first = self.manifest.world_size
-        return (
-            f"rank {source}" if source < first else f"the ranks that share {self.shared[source - first].file}"
-        )
+        """Return whose file it is, for messages; see :meth:`file`."""
+        own = source < self.manifest.world_size
+        return f"rank {source}" if own else f"the ranks that share {self.file(source).name}"
+
+    def source(self, rank: int, key: str) -> int:
+        """Return the number of the file in which a rank has a tensor."""
+        shared = self._group_of[rank].borrowed.get(key)
+        return rank if shared is None else self.manifest.world_size + shared
+
+    def first(self, key: str) -> int:
+        """Return the number of the first file that has a tensor."""
+        return self._having[key][0].sources[0]
+
+    def form(self, key: str) -> Form:
+        """Return the form of a tensor as the first ranks have it that have it."""
+        return self._having[key][0].table.forms[key]
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
-        return self.stored[key][0].entry.global_shape
+        return self.form(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type of a tensor's elements."""
-        return element_type_of(self.stored[key][0].entry.dtype, key)
+        return element_type_of(self.form(key).dtype, key)
 
     def nbytes(self, key: str) -> int:
         """Return the bytes of a whole tensor."""
@@ -91,18 +219,41 @@ class World:
 
     def in_parts(self, key: str) -> bool:
         """Say whether any rank has less than the whole of a tensor."""
-        return any(each.entry.shape != each.entry.global_shape for each in self.stored[key])
+        return any(group.table.forms[key].in_parts(group.table.meshes) for group in self._having[key])
 
     def disagreement(self, key: str) -> str:
         """Return how ranks disagree on the form of a tensor; empty when they do not."""
-        first, *others = self.stored[key]
+        first, *others = self._having[key]
         for other in others:
-            if form_of(other.entry) != form_of(first.entry):
-                return (
-                    f"{key} is {form_of(first.entry)} on {self.named(first.source)},"
-                    f" {form_of(other.entry)} on {self.named(other.source)}"
-                )
+            texts = [one.table.forms[key].text for one in (first, other)]
+            if texts[0] != texts[1]:
+                on = [self.named(one.sources[0]) for one in (first, other)]
+                return f"{key} is {texts[0]} on {on[0]}, {texts[1]} on {on[1]}"
         return ""
+
+    def held(self, key: str, wanted: Part) -> list[Held]:
+        """Return what is stored of a tensor and overlaps a part of it: each part once, with all that have it.
+
+        Args:
+            key: of the tensor.
+            wanted: the part.
+        """
+        found: dict[Part, Sequence[int]] = {}
+        for group in self._having[key]:
+            for part, sources in group.holding(group.table.forms[key], wanted):
+                found[part] = sorted((*found[part], *sources)) if part in found else sources
+        return [Held(part, sources) for part, sources in found.items()]
+
+    def entry(self, key: str, source: int) -> TensorEntry:
+        """Return where a tensor is in a file."""
+        if source not in self._entries:
+            own = source < self.manifest.world_size
+            row = (
+                self.manifest.row(source) if own else self.manifest.shared[source - self.manifest.world_size]
+            )
+            table = self._group_of[source].table
+            self._entries[source] = table.entries(MANIFEST, self.file(source), row.begin, row.coordinates)
+        return self._entries[source][key]
 
     def pairs(self, keys: Collection[str], reader: int, readers: int) -> list[tuple[str, Stored, Stored]]:
         """Return which stored parts one reader is to compare; together the readers compare all.
@@ -113,33 +264,28 @@ class World:
             readers: how many there are.
         """
         found = []
+        mine = [source for source in self._group_of if source % readers == reader]
         for key in keys:
-            for first, *others in replicas(self.stored[key]).values():
-                alike = [one for one in others if form_of(one.entry) == form_of(first.entry)]
-                found += [(key, first, other) for other in alike if other.source % readers == reader]
+            having = self._having[key]
+            if len(having) == 1 and having[0].is_divided(having[0].table.forms[key]):
+                continue
+            for source in mine:
+                group = self._group_of[source]
+                if key not in group.table.forms:
+                    continue
+                part = group.part(key, source)
+                for same, (first, *_) in self.held(key, part):
+                    its = self._group_of[first].table.forms[key]
+                    if same == part and first != source and its.text == group.table.forms[key].text:
+                        one, other = (Stored(each, self.entry(key, each)) for each in (first, source))
+                        found.append((key, one, other))
         return found
 
 
-def _require_typed(file: RankFile, source: str) -> None:
-    """Decode what a rank says and drop it: what is put together later, undecoded, is typed JSON.
-
-    Raises:
-        DamagedCopy: it is not.
-    """
-    decoder = Decoder(source, dict.fromkeys(file.tensors, torch.empty(0)))
-    for value in file.values.values():
-        decoder.decode(value)
-
-
-def form_of(entry: TensorEntry) -> str:
-    """Return type and shape of a whole tensor, for messages and for comparing."""
-    return f"{entry.dtype}{list(entry.global_shape)}"
-
-
-def _require_size(source: str, key: str, entry: TensorEntry) -> None:
-    expected = math.prod(entry.shape) * element_type_of(entry.dtype, source).itemsize
-    if expected != entry.nbytes:
-        raise DamagedCopy(Damage(source, f"{key} of {expected} bytes", f"{entry.nbytes} bytes"))
+def _require_width(source: str, key: str, form: Form) -> None:
+    expected = element_type_of(form.dtype, source).itemsize
+    if expected != form.width:
+        raise DamagedCopy(Damage(source, f"{key} of {expected} bytes an element", str(form.width)))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from outlast import codec
-from outlast.checkpoint.policy.manifest import Row, nbytes_of, some
+from outlast.checkpoint.policy.manifest import Contents, Row, are_runs, expanded, nbytes_of, some
 from outlast.codec import Malformed, Meta
 
 _RECENT = 256
@@ -44,6 +44,7 @@ class Written:
         error: why the files are not there; empty: they are.
         session: of the ranks that staged it; parts of two sessions are never put together.
         shared: rows of the files that all ranks share.
+        contents: of the documents of the node's ranks.
     """
 
     name: _Text
@@ -53,6 +54,7 @@ class Written:
     error: _Text = ""
     session: _Text = ""
     shared: tuple[Row, ...] = ()
+    contents: Contents = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Report:
         report = codec.convert(values, cls)
         if report.to_values() != values:
             raise Malformed("a report with unknown or missing fields")
+        if not all(are_runs(one.contents, len(one.own)) for one in report.written):
+            raise Malformed("a report with contents of other documents")
         return report
 
 
@@ -129,7 +133,7 @@ class Complete:
     Args:
         name: of the copy.
         step: completed steps.
-        own: rows of all ranks, by rank.
+        own: row and digests of contents of each rank.
         shared: rows of the files that all ranks share.
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
@@ -139,7 +143,7 @@ class Complete:
 
     name: str
     step: int
-    own: dict[int, Row]
+    own: dict[int, tuple[Row, dict[str, str]]]
     shared: tuple[Row, ...]
     blocked: float
     errors: tuple[str, ...]
@@ -149,7 +153,7 @@ class Complete:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return nbytes_of((*self.own.values(), *self.shared))
+        return nbytes_of((*(row for row, _ in self.own.values()), *self.shared))
 
 
 class Leader:
@@ -268,9 +272,10 @@ def _complete(told: Mapping[str, Written]) -> Complete:
     first = next(iter(told.values()))
     errors = [f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error]
     written = [node for node in sorted(told) if not told[node].error]
-    own: dict[int, Row] = {}
+    own: dict[int, tuple[Row, dict[str, str]]] = {}
     for node in written:
-        mine = dict(told[node].own)
+        pairs = zip(told[node].own, expanded(told[node].contents), strict=True)
+        mine = {rank: (row, contents) for (rank, row), contents in pairs}
         if own.keys() & mine.keys():
             errors.append(f"node {node} has written files of rank {some(own.keys() & mine.keys())}, too")
         own |= mine

@@ -12,9 +12,10 @@ import json
 import math
 import operator
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 from outlast import codec
@@ -31,15 +32,9 @@ MANIFEST_BYTES = 256 << 20  # 150 a rank
 DOCUMENT_BYTES = 1 << 30  # a rank's JSON file, or its file of digests
 CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the cache when it is copied and digested
 DIGEST_BYTES = 8  # of the digest of a chunk
+TABLE, REST, RANDOM, STATE = "table", "rest", "random", "state."  # contents of documents
+REQUIRED = frozenset((TABLE, REST, RANDOM))
 MOST_RANKS = 1 << 20
-_MOST_ELEMENTS = 1 << 60  # of a whole tensor; sizes and strides of torch have 63 bits
-_MOST_DIMENSIONS = 256  # more than any tensor has
-_WIDTHS = {  # bytes of an element, of the types that most checkpoints have
-    **dict.fromkeys(("float64", "int64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
-}
 
 _COPY_NAME = re.compile(r"step-([0-9]{9,})\.g([0-9]+)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no path
@@ -82,8 +77,50 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
+class Run(NamedTuple):
+    """How many ranks in a row have a part of a document with the same digest; "": they have none."""
+
+    ranks: Annotated[int, Meta(ge=1)]
+    digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")]
+
+
+Contents = dict[str, tuple[Run, ...]]  # of documents, by name
+
+
+def runs_of(each: Sequence[Mapping[str, str]]) -> Contents:
+    """Return digests of the contents of documents, given for each document by name, as runs."""
+    return {
+        name: tuple(
+            Run(len(list(same)), digest)
+            for digest, same in itertools.groupby(one.get(name, "") for one in each)
+        )
+        for name in sorted(set().union(*each))
+    }
+
+
+def are_runs(contents: Contents, count: int) -> bool:
+    """Say whether :func:`runs_of` can have returned contents for so many documents."""
+    return contents.keys() >= (REQUIRED if count else set()) and all(
+        sum(run.ranks for run in runs) == count
+        and any(run.digest for run in runs)
+        and all(one.digest != after.digest for one, after in itertools.pairwise(runs))
+        for runs in contents.values()
+    )
+
+
+def expanded(contents: Contents) -> list[dict[str, str]]:
+    """Return what :func:`runs_of` was given."""
+    columns = {
+        name: [run.digest for run in runs for _ in range(run.ranks)] for name, runs in contents.items()
+    }
+    return [
+        {name: digest for name, digest in zip(columns, row, strict=True) if digest}
+        for row in zip(*columns.values(), strict=True)
+    ]
+
+
 class Row(NamedTuple):
-    """What a manifest says of three files: tensors, digests of their chunks, and JSON document.
+    """Three files in a manifest: tensors, digests of their chunks, and JSON document.
 
     Args:
         nbytes: of the safetensors file.
@@ -91,6 +128,8 @@ class Row(NamedTuple):
         digests: digest of the file that holds the digests of its chunks.
         document_nbytes: of the document.
         document: digest of the document.
+        begin: first byte of the tensors in the safetensors file.
+        coordinates: the rank's place in each mesh of its table; see :mod:`outlast.checkpoint.policy.table`.
     """
 
     nbytes: Count
@@ -98,6 +137,8 @@ class Row(NamedTuple):
     digests: Digest
     document_nbytes: Count
     document: Digest
+    begin: Count = 0
+    coordinates: tuple[tuple[Count, ...], ...] = ()
 
     def entries(self, names: Names) -> tuple[FileEntry, FileEntry, FileEntry]:
         """Return the entries of the three files.
@@ -110,133 +151,6 @@ class Row(NamedTuple):
             FileEntry(names.digests, digests_nbytes(self.nbytes), self.digests),
             FileEntry(names.document, self.document_nbytes, self.document),
         )
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor in a shard.
-
-    Args:
-        dtype: torch's name of it, "bfloat16".
-        shape: of the part that is in this shard.
-        global_shape: of the whole tensor.
-        offsets: where the part begins in the whole, one number a dimension.
-        begin: first byte in the shard's file.
-        end: byte after the last.
-        strides: memory order that the part had, in elements; None: its elements were one behind the other, as
-            they are in the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    begin: int
-    end: int
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A safetensors file, as the manifest and the JSON file beside it describe it.
-
-    Args:
-        file: name of the safetensors file.
-        nbytes: its size.
-        digest: of its chunks' digests.
-        tensors: what is in it, by key.
-        aliases: keys of tied tensors, each with the key under which its bytes are stored.
-    """
-
-    file: str
-    nbytes: int
-    digest: str
-    tensors: dict[str, TensorEntry]
-    aliases: dict[str, str]
-
-    @classmethod
-    def of(cls, fields: Fields, entry: FileEntry, borrowed: Collection[str] = ()) -> Shard:
-        """Read what a JSON file says of the safetensors file beside it.
-
-        Args:
-            fields: of the JSON file.
-            entry: of the safetensors file, in the manifest.
-            borrowed: keys of tensors that the same rank has in other files.
-
-        Raises:
-            DamagedCopy: it describes no such file.
-        """
-        tensors = {
-            key: _tensor_entry(Fields(fields.source, said), key, entry.nbytes)
-            for key, said in fields.mapping("tensors").items()
-        }
-        spans = sorted((one.begin, one.end) for one in tensors.values())
-        if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
-            fields.refuse("tensors", "ranges apart from each other", "two that overlap")
-        aliases = fields.mapping("aliases")
-        for key, target in aliases.items():
-            if type(target) is not str or (target not in tensors and target not in borrowed):
-                fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
-        return cls(entry.name, entry.nbytes, entry.digest, tensors, aliases)
-
-
-def table_of(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return what a JSON file says of tensors, for :meth:`Shard.of`."""
-    return {
-        key: {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "global_shape": entry.global_shape,
-            "offsets": entry.offsets,
-            "nbytes": entry.nbytes,
-            "range": (entry.begin, entry.end),
-            **({} if entry.strides is None else {"strides": entry.strides}),
-        }
-        for key, entry in tensors.items()
-    }
-
-
-def _tensor_entry(fields: Fields, key: str, size: int) -> TensorEntry:
-    shape, whole = fields.counts("shape"), fields.counts("global_shape")
-    offsets, span = fields.counts("offsets"), fields.counts("range")
-    if not len(shape) == len(whole) == len(offsets):
-        fields.refuse(key, "shape, global_shape and offsets of one length", f"{shape}, {whole}, {offsets}")
-    if len(whole) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in whole) > _MOST_ELEMENTS:
-        fields.refuse(key, "the shape of a tensor", repr(whole))
-    if any(start + length > full for start, length, full in zip(offsets, shape, whole, strict=True)):
-        fields.refuse(key, f"a part of {whole}", f"{shape} at {offsets}")
-    if len(span) != 2 or span[1] > size or span[1] - span[0] != fields.count("nbytes"):
-        fields.refuse(key, f"a range of its nbytes within {size} bytes", str(span))
-    nbytes, count, width = span[1] - span[0], math.prod(shape), _WIDTHS.get(fields.text("dtype"))
-    if (nbytes % count if count else nbytes) or (width is not None and nbytes != count * width):
-        fields.refuse(key, f"the bytes of {fields.text('dtype')}{list(shape)}", f"{nbytes} bytes")
-    strides = fields.counts("strides") if fields.has("strides") else None
-    if strides is not None and (max(strides, default=0) > _MOST_ELEMENTS or not is_dense(shape, strides)):
-        fields.refuse(key, f"strides of {shape} that leave no gap", str(strides))
-    return TensorEntry(fields.text("dtype"), shape, whole, offsets, span[0], span[1], strides)
-
-
-def in_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements are one behind the other, as torch counts them."""
-    steps = itertools.accumulate((max(size, 1) for size in reversed(shape)), operator.mul, initial=1)
-    return tuple(steps)[-2::-1] if shape else ()
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Say whether the elements of a tensor fill a block of memory, in whatever order."""
-    if len(shape) != len(strides):
-        return False
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, strides, strict=True) if size != 1):
-        if size and step != expected:
-            return 0 in shape
-        expected *= size
-    return True
 
 
 @dataclass(frozen=True)
@@ -253,6 +167,7 @@ class Manifest:
         cursor: where in the data the next step reads, as typed JSON; None: the state knows.
         created: wall time of the commit, seconds since the epoch.
         own: the files of each rank of :attr:`ranks`.
+        contents: digests of the contents of these ranks' documents, which show what is alike.
         session: of the ranks that staged it, where nodes stage each its part; empty: one hand made it all.
         part: the ranks whose files these are, in order; empty: all.
         shared: the files with tensors that all ranks hold alike, each written once for all.
@@ -267,6 +182,7 @@ class Manifest:
     cursor: Any
     created: float
     own: tuple[Row, ...]
+    contents: Contents
     session: str = ""
     part: tuple[Count, ...] = ()
     shared: tuple[Row, ...] = ()
@@ -301,18 +217,18 @@ class Manifest:
             DamagedCopy: it is not a manifest, or not a complete one.
             CheckpointMismatch: it was written in another format.
         """
-        parsed = Fields.parse(MANIFEST, text)
         try:
-            manifest = codec.convert(parsed.values, cls)
-            problem = next(manifest._problems(), None)
-            if problem is not None:
-                parsed.refuse(*problem)
+            manifest = codec.decode(text, cls)
             written = manifest.to_json()
         except (Malformed, ValueError, RecursionError) as error:
+            Fields.parse(MANIFEST, text)
             raise DamagedCopy(Damage(MANIFEST, "a manifest", str(error)[:200])) from error
-        if text not in (written, written.encode()):
-            found = "unknown, doubled or missing fields, or spaces"
-            raise DamagedCopy(Damage(MANIFEST, "the text of a manifest", found))
+        same = text in (written, written.encode())
+        fields = Fields(MANIFEST, {}) if same else Fields.parse(MANIFEST, text)
+        for problem in manifest._problems():
+            fields.refuse(*problem)
+        if not same:
+            fields.refuse("text", "that of a manifest", "unknown, doubled or missing fields, or spaces")
         return manifest
 
     def _problems(self) -> Iterator[tuple[str, str, str]]:
@@ -336,18 +252,24 @@ class Manifest:
             yield "part", expected, f"{some(self.part)} of session {self.session!r}"
         if len(self.own) != len(self.ranks):
             yield "own", f"files of {len(self.ranks)} ranks", f"of {len(self.own)}"
+        if not are_runs(self.contents, len(self.own)):
+            yield "contents", f"runs of {len(self.own)} ranks, of {some(REQUIRED)} too", str(self.contents)
 
-    def of_rank(self, rank: int) -> tuple[FileEntry, FileEntry, FileEntry]:
-        """Return the entries of a rank's files: tensors, digests, document.
+    def row(self, rank: int) -> Row:
+        """Return the row of a rank.
 
         Raises:
-            DamagedCopy: the manifest does not list them.
+            DamagedCopy: the manifest does not list its files.
         """
         ranks = self.ranks
         at = bisect_left(ranks, rank)
         if at == len(ranks) or ranks[at] != rank:
             raise DamagedCopy(Damage(MANIFEST, f"files of rank {rank}", "none"))
-        return self.own[at].entries(rank_files(rank, self.world_size))
+        return self.own[at]
+
+    def of_rank(self, rank: int) -> tuple[FileEntry, FileEntry, FileEntry]:
+        """Return the entries of a rank's files: tensors, digests, document; see :meth:`row`."""
+        return self.row(rank).entries(rank_files(rank, self.world_size))
 
     def of_shared(self, number: int) -> tuple[FileEntry, FileEntry, FileEntry]:
         """Return the entries of files that all ranks share: tensors, digests, document.
@@ -360,6 +282,36 @@ class Manifest:
             raise DamagedCopy(Damage(MANIFEST, f"shared files of number {number}", f"{count} of them"))
         return self.shared[number].entries(alike_files(number, count))
 
+    @cached_property
+    def _ends(self) -> dict[str, list[int]]:
+        """Where each run of :attr:`contents` ends."""
+        return {
+            name: list(itertools.accumulate(run.ranks for run in runs))
+            for name, runs in self.contents.items()
+        }
+
+    def contents_of(self, rank: int) -> dict[str, str]:
+        """Return the digests of the contents of the document of one of the ranks, by name."""
+        at = bisect_left(self.ranks, rank)
+        found = {
+            name: self.contents[name][bisect_right(ends, at)].digest for name, ends in self._ends.items()
+        }
+        return {name: digest for name, digest in found.items() if digest}
+
+    def alike(self, content: str) -> dict[str, list[int]]:
+        """Return the ranks that have a content, by its digest in their documents."""
+        found: dict[str, list[int]] = {}
+        begin = 0
+        for count, digest in self.contents.get(content, ()):
+            if digest:
+                found.setdefault(digest, []).extend(self.ranks[begin : begin + count])
+            begin += count
+        return found
+
+    def parts(self) -> dict[int, tuple[Row, dict[str, str]]]:
+        """Return row and digests of contents of each rank."""
+        return dict(zip(self.ranks, zip(self.own, expanded(self.contents), strict=True), strict=True))
+
     def needed(self, ranks: Iterable[int] | None = None) -> Iterator[FileEntry]:
         """Yield the files that ranks of the world that wrote it need; None: all that it lists."""
         chosen = self.ranks if ranks is None else [rank for rank in ranks if rank < self.world_size]
@@ -368,22 +320,22 @@ class Manifest:
         for number in range(len(self.shared) if chosen else 0):
             yield from self.of_shared(number)
 
-    def joined(self, own: Mapping[int, Row], shared: tuple[Row, ...]) -> Manifest:
+    def joined(self, parts: Mapping[int, tuple[Row, dict[str, str]]], shared: tuple[Row, ...]) -> Manifest:
         """Return the manifest of the copy of which this one is a part.
 
         Args:
-            own: the rows of all ranks.
+            parts: of all ranks; see :meth:`parts`.
             shared: the rows of the files that all ranks share.
 
         Raises:
             CheckpointError: ranks are missing.
         """
-        lacking = set(range(self.world_size)) - own.keys()
+        lacking = set(range(self.world_size)) - parts.keys()
         if lacking:
             name = copy_name(self.step, self.generation)
             raise CheckpointError(f"{name}: files of rank {some(lacking)} of {self.world_size} are missing")
-        rows = tuple(own[rank] for rank in range(self.world_size))
-        return replace(self, own=rows, part=(), shared=shared)
+        own, contents = zip(*(parts[rank] for rank in range(self.world_size)), strict=True)
+        return replace(self, own=own, contents=runs_of(contents), part=(), shared=shared)
 
 
 def nbytes_of(rows: Iterable[Row]) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, TensorEntry
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES
+from outlast.checkpoint.policy.table import TensorEntry
 
 LEAST_BYTES = 64 << 10  # of a tensor that is worth sharing
 ALL = "*"  # among keys that are to be kept apart: every one of them

@@ -325,7 +325,7 @@ class Share:
         if self._buffer is not None:
             layout, place = self.layouts[self.own], (self.own, len(self.layouts))
             self._buffer.memory[: len(layout.header)] = layout.header
-            values = {"identity": whose_alike(step, identity), "aliases": {}}
+            values = {"identity": whose_alike(step, identity), "aliases": {}, **layout.place}
             document = document_of(values, layout.listing)
             write_whole(self._buffer.path.with_name(alike_files(*place).document), document)
 

@@ -15,13 +15,13 @@ from outlast.checkpoint.policy.manifest import (
     FileEntry,
     Identity,
     Manifest,
-    Shard,
     parse_copy_name,
     place_of,
 )
 from outlast.checkpoint.policy.placement import Holding
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.policy.table import Shard
 from outlast.checkpoint.tiers.memory_folder import Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, digest_of
 from outlast.errors import CheckpointMismatch
@@ -66,10 +66,10 @@ def read_rank_file(
         CheckpointMismatch: another version wrote it.
         OSError: the file system refused.
     """
-    tensors, _, document = manifest.of_rank(rank)
+    _, _, document = manifest.of_rank(rank)
     writer = Identity(manifest.run_id, manifest.generation, rank, manifest.world_size)
     content = _read_document(folder, document)
-    found = parse_rank_file(content, manifest.step, writer, document.name, tensors)
+    found = parse_rank_file(content, manifest.step, writer, manifest.row(rank), manifest.contents_of(rank))
     known = {} if known is None else known
     for number in set(found.borrowed.values()) - known.keys():
         known[number] = read_alike_file(folder, manifest, number)
@@ -78,10 +78,11 @@ def read_rank_file(
 
 def read_alike_file(folder: StoredCopy, manifest: Manifest, number: int) -> Shard:
     """Return what a file that all ranks share says of itself; see :func:`read_rank_file`."""
-    tensors, _, document = manifest.of_shared(number)
+    _, _, document = manifest.of_shared(number)
     anyone = Identity(manifest.run_id, manifest.generation, 0, manifest.world_size)
     content = _read_document(folder, document)
-    return parse_alike_file(content, manifest.step, anyone, document.name, tensors)
+    place = (number, len(manifest.shared))
+    return parse_alike_file(content, manifest.step, anyone, manifest.shared[number], place)
 
 
 def _read_document(folder: StoredCopy, entry: FileEntry) -> bytes:
@@ -145,10 +146,10 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
             for rank in chosen_ranks:
                 file = read_rank_file(folder, manifest, rank, known)
                 _require_forms(manifest.of_rank(rank)[2].name, file)
-                _require_content(folder, file.shard)
+                _require_content(folder, file.shard.file)
             for number in range(len(manifest.shared)):
                 if chosen is None or number in chosen or manifest.part:
-                    _require_content(folder, read_alike_file(folder, manifest, number))
+                    _require_content(folder, read_alike_file(folder, manifest, number).file)
         return found
 
     return judged(found, read)
@@ -179,11 +180,11 @@ def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
         return replace(copy, state=CopyState.UNREADABLE, reason=str(error))
 
 
-def _require_content(folder: CopyFolder, shard: Shard) -> None:
+def _require_content(folder: CopyFolder, file: FileEntry) -> None:
     """Check that every byte of a safetensors file, and the digests beside it, are as they were committed."""
-    read_digests(folder, shard)
-    with folder.open(shard.file, shard.nbytes) as (descriptor, size):
-        _require_digest(shard.file, shard.digest, digest_of(descriptor, size, shard.file))
+    read_digests(folder, file)
+    with folder.open(file.name, file.nbytes) as (descriptor, size):
+        _require_digest(file.name, file.digest, digest_of(descriptor, size, file.name))
 
 
 def holds(folder: CopyFolder, entry: FileEntry) -> bool:
@@ -211,15 +212,13 @@ def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:
 
 
 def inspect_for(tier: Tier, name: str, rank: int, world_size: int) -> Copy:
-    """Look at what a rank of a world needs of a copy; of another world's copy it may need any file.
+    """Look at a rank's share of a copy: at its own files, or at some of another world's copy.
 
     Nothing but the manifest is looked at where the copy does not serve the rank; see :func:`serves`.
     """
 
-    def needed(copy: Copy) -> Iterable[int] | None:
-        if not serves(copy, rank, world_size):
-            return ()
-        return (rank,) if copy.world_size == world_size else None
+    def needed(copy: Copy) -> Iterable[int]:
+        return range(rank, copy.world_size, world_size) if serves(copy, rank, world_size) else ()
 
     return _inspect(tier, name, needed)
 

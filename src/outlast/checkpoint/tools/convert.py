@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,27 @@ import torch
 from outlast.checkpoint.content.digest import row_of
 from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor
+from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
 from outlast.checkpoint.load.reshard import derived_random
-from outlast.checkpoint.load.world import EVERYTHING, Merger, World, form_of
+from outlast.checkpoint.load.world import EVERYTHING, Merger, World
 from outlast.checkpoint.policy.manifest import (
     Identity,
     Manifest,
-    Row,
     copy_name,
     first_few,
     rank_files,
+    runs_of,
     some,
 )
+from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
+from outlast.fields import Fields
 from outlast.ipc.exchange import SystemClock
 from outlast.parallelism.policy.slices import Part
 
@@ -58,10 +62,9 @@ def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
     found: dict[str, Json] = {}
     problems: list[str] = []
     for name in holders:
-        said = [(rank, file.values[name]) for rank, file in world.files.items() if name in file.values]
+        said = world.values(name)
         if not said:
-            known = {each for file in world.files.values() for each in file.values}
-            raise UsageError(f"no state object is called {name!r}; there are {some(known, 10)}")
+            raise UsageError(f"no state object is called {name!r}; there are {some(world.names, 10)}")
         found[name] = Merger(problems).merge(said, lambda: EVERYTHING, name)
     if problems:
         raise CheckpointMismatch(f"the ranks' parts cannot be put together: {first_few(problems)}")
@@ -79,7 +82,7 @@ def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None
     wanted = sorted(set(keys))
     problems = list(filter(None, map(world.disagreement, wanted)))
     if not problems:
-        found = differing(folder, world.shards, world.pairs(wanted, 0, 1))
+        found = differing(folder, world.file, world.pairs(wanted, 0, 1))
         problems = [
             f"{key} is not the same on {world.named(one)} and on {world.named(other)}"
             for key, one, other in found
@@ -98,11 +101,12 @@ def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) 
     """
     moves = []
     for key, target in targets.items():
-        found, why = moves_to(target, world.stored[key], 0)
+        held = world.held(key, target.part)
+        found, why = moves_to(target, held, 0, partial(world.entry, key))
         if why:
             raise CheckpointMismatch(f"{key} {why}; nothing was written")
         moves += found
-    carry_out(folder, world.shards, moves)
+    carry_out(folder, world.file, moves)
 
 
 _SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
@@ -210,7 +214,7 @@ def export_dcp(tier: DirectoryTier, name: str, target: Path, holders: Sequence[s
 
     with tier.open(name) as folder, _new_folder(target) as (writer, temporary):
         world = World(folder, read_manifest(folder, name)[0])
-        names = holders or tuple({each: None for file in world.files.values() for each in file.values})
+        names = holders or world.names
         values = united(world, names)
         keys = {key for value in values.values() for key in references(value)}
         require_alike(folder, world, keys)
@@ -389,7 +393,7 @@ def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> m
     header = json.loads(layout.header[8:])
     for name, entry in layout.entries.items():
         if (header[name]["dtype"] == "U8") != (entry.dtype == "uint8"):
-            raise UsageError(f"{name} is {form_of(entry)}, for which safetensors has no type")
+            raise UsageError(f"{name} is {entry.dtype}{list(entry.shape)}, for which safetensors has no type")
     memory = allocate(layout.nbytes)
     octets, view = as_tensor(memory), memoryview(memory)[: layout.nbytes]
     view[: len(layout.header)] = layout.header
@@ -487,7 +491,7 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
             parallelism={},
             cursor=Encoder().encode(origin.cursor, ("cursor",)),
             created=SystemClock().wall(),
-            own=(write_rank_files(tier, temporary, image, identity),),
+            **write_rank_files(tier, temporary, image, identity),
         )
         return tier.seal(temporary, manifest)
     except OSError:
@@ -495,12 +499,14 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
         raise
 
 
-def write_rank_files(tier: DirectoryTier, temporary: str, image: Image, identity: Identity) -> Row:
-    """Write a rank's files and return their row in the manifest.
+def write_rank_files(tier: DirectoryTier, temporary: str, image: Image, identity: Identity) -> dict[str, Any]:
+    """Write a rank's files and return their row and contents for a manifest.
 
     Raises:
         OSError: the file system refused.
     """
     files = rank_files(identity.rank, identity.world_size)
     tier.write(temporary, dict(zip(files, (image.tensors, image.digests, image.document), strict=True)))
-    return row_of(len(image.tensors), image.digests, image.document)
+    fields = Fields.parse(files.document, image.document)
+    row = row_of(len(image.tensors), image.digests, image.document, *place_in_meshes(fields))
+    return {"own": (row,), "contents": runs_of([contents_of(files.document, fields.values)])}

@@ -19,12 +19,11 @@ from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.policy.manifest import (
     CHUNK_BYTES,
     Manifest,
-    Shard,
-    TensorEntry,
     parse_copy_name,
     place_of,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.policy.table import Shard, TensorEntry
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
@@ -259,7 +258,7 @@ def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
         shared: dict[int, Shard] = {}
         for rank in manifest.ranks:
             file = read_rank_file(folder, manifest, rank, shared)
-            of = {key: key for key in file.tensors} | file.shard.aliases
+            of = {key: key for key in file.tensors} | file.shard.table.aliases
             for key, stored in sorted(of.items()):
                 entry = file.tensors[stored]
                 yield {
@@ -446,7 +445,7 @@ def _form(entry: TensorEntry) -> tuple[Any, ...]:
 
 def _digest(folder: CopyFolder, rank_file: RankFile, key: str) -> str:
     """Return the digest of a tensor's bytes, read in pieces."""
-    file, entry = next((one.file, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
+    file, entry = next((one.file.name, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
     state = xxh3_64()
     piece = memoryview(bytearray(8 * CHUNK_BYTES))
     with folder.open(file) as (descriptor, _):

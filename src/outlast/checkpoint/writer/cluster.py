@@ -495,7 +495,7 @@ class TeamKeeper(CopyCommitter):
             with self._stage.tier.open(name) as folder:
                 manifest = read_manifest(folder, name)[0]
             own = tuple(zip(manifest.ranks, manifest.own, strict=True))
-            told = replace(told, own=own, shared=manifest.shared)
+            told = replace(told, own=own, shared=manifest.shared, contents=manifest.contents)
         self._member.wrote(told)
 
     def _hear(self, answer: Answer) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import chunk_digests, ends_of, row_of
+from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
     CHUNK_BYTES,
@@ -27,16 +28,16 @@ from outlast.checkpoint.policy.manifest import (
     Manifest,
     Names,
     Row,
-    Shard,
-    TensorEntry,
     alike_files,
     in_training,
     place_of,
     rank_files,
+    runs_of,
     some,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.policy.sharing import ALL, chunks_of, differing, in_chunks
+from outlast.checkpoint.policy.table import Shard, place_in_meshes
 from outlast.checkpoint.replica.frames import Throttle
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
@@ -81,13 +82,7 @@ class _Sealed:
     names: Names
     row: Row
     digests: bytes
-    document: bytes
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """What is in the safetensors file, by key."""
-        fields = Fields.parse(self.names.document, self.document)
-        return Shard.of(fields, self.row.entries(self.names)[0]).tensors
+    fields: Fields  # of the document
 
 
 def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
@@ -110,9 +105,7 @@ def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
     return count
 
 
-def seal_ranks(
-    stage: Stage, folder: Path, staged: Staged, shared: int, threads: int
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int, threads: int) -> dict[str, Any]:
     """Digest what the ranks staged; the first time that these bytes are read.
 
     Args:
@@ -123,21 +116,28 @@ def seal_ranks(
         threads: that digest.
 
     Returns:
-        The rows of the ranks, in order, and those of the shared files.
+        Fields of the manifest about the files of the ranks and the shared files.
 
     Raises:
         Unlike: a rank does not hold what it borrows.
+        DamagedCopy: a document is not as a rank leaves it.
+        CheckpointMismatch: an outlast with another format has left it.
         OSError: the file system refused.
     """
     files = [_seal(stage, folder, alike_files(number, shared), threads) for number in range(shared)]
-    rows = []
+    own = []
     for rank in sorted(staged):
         world_size = staged[rank]["world_size"]
         claims = stage.claims(folder, rank, world_size)
         if claims.files:
             _require_held(rank, claims, files)
-        rows.append(_seal(stage, folder, rank_files(rank, world_size), threads).row)
-    return tuple(rows), tuple(one.row for one in files)
+        own.append(_seal(stage, folder, rank_files(rank, world_size), threads))
+    contents = runs_of([contents_of(one.names.document, one.fields.values) for one in own])
+    return {
+        "own": tuple(one.row for one in own),
+        "shared": tuple(one.row for one in files),
+        "contents": contents,
+    }
 
 
 def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
@@ -152,7 +152,7 @@ def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
         unlike = set(differing(file.digests, bytes.fromhex(claims.digests.get(number, ""))))
         if not unlike:
             continue
-        entries = file.tensors
+        entries = Shard.of(file.fields, file.row.entries(file.names)[0], file.row).tensors
         keys = in_chunks(entries, unlike)
         apart = entries.keys() & set(claims.apart)
         explained = {one for key in apart for one in chunks_of(entries[key])}
@@ -174,7 +174,8 @@ def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
         digests = digests_of(view, threads)
     (folder / names.digests).write_bytes(digests)
     document = stage.read(folder / names.document)
-    return _Sealed(names, row_of(nbytes, digests, document), digests, document)
+    fields = Fields.parse(names.document, document)
+    return _Sealed(names, row_of(nbytes, digests, document, *place_in_meshes(fields)), digests, fields)
 
 
 def digests_of(view: memoryview, threads: int) -> bytes:
@@ -494,7 +495,7 @@ class CopyCommitter:
         else:
             try:
                 self._commit(name, session, staged)
-            except OSError as error:
+            except (OSError, OutlastError) as error:
                 self._lost(first["step"], f"{self._stage.root}: {error}", staged)
                 self._give_up(folder)
             except Unlike as error:
@@ -513,7 +514,6 @@ class CopyCommitter:
         sealed = False
         try:
             if not (folder / COMMIT).exists():
-                own, common = seal_ranks(self._stage, folder, staged, shared, self._threads(first))
                 manifest = Manifest(
                     run_id=first["run_id"],
                     generation=generation,
@@ -522,8 +522,7 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    own=own,
-                    shared=common,
+                    **seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
                     began=first.get("began"),
                     **_told_apart(first, session),
                 )

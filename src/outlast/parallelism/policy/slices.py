@@ -82,10 +82,11 @@ def part_of(shape: Shape, splits: Sequence[Split]) -> Part:
 
     A rank for which nothing is left holds a part of length 0 at the end of what was divided.
     """
-    return reduce(_divide, splits, Part.whole(shape))
+    return reduce(divided, splits, Part.whole(shape))
 
 
-def _divide(part: Part, split: Split) -> Part:
+def divided(part: Part, split: Split) -> Part:
+    """Return what one rank has of a part that is divided."""
     length = part.shape[split.axis]
     most = -(-length // split.ranks)
     begin = min(most * split.index, length)
@@ -93,6 +94,15 @@ def _divide(part: Part, split: Split) -> Part:
     offsets[split.axis] += begin
     shape[split.axis] = min(most, length - begin)
     return Part(tuple(offsets), tuple(shape))
+
+
+def overlapping(part: Part, axis: int, ranks: int, wanted: Part) -> range:
+    """Return which ranks have some of a wanted part where a part is divided along an axis among them."""
+    length = part.shape[axis]
+    most = -(-length // ranks)
+    begin = max(wanted.offsets[axis] - part.offsets[axis], 0)
+    end = min(wanted.offsets[axis] + wanted.shape[axis] - part.offsets[axis], length)
+    return range(begin // most, min(-(-end // most), ranks)) if begin < end else range(0)
 
 
 def cover(wanted: Part, stored: Sequence[Part]) -> tuple[list[tuple[int, Part]], list[Part]]:
