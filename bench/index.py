@@ -3,7 +3,8 @@
 Manifest and documents are made of states whose tensors have no memory: 1,000 tensors, a model's and those of
 its optimizer, divided by FSDP over all ranks, or over a mesh of dp x tp. "same" is a load by as many ranks,
 "half" one by half of them; both without the tensors and without the digests of their chunks. "commit" is what
-the leading writer takes, answers and writes for a copy whose parts nodes of 8 ranks have written.
+the leading writer takes, answers and writes for a copy whose parts nodes of 8 ranks have written; each
+reports once a second until it is committed, here --reports times.
 
     python bench/index.py --ranks 8192 --gb 100 --out index.jsonl
 """
@@ -32,7 +33,7 @@ from outlast.checkpoint.content.format import lay_out, notes_of, rank_document
 from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import Captured, capture_random
 from outlast.checkpoint.load.world import World
-from outlast.checkpoint.policy.joint import Leader, Report, Written
+from outlast.checkpoint.policy.joint import Leader, Report, Sent, Written
 from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, copy_name, rank_files, runs_of
 from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
@@ -172,26 +173,40 @@ def half(copy: Any, rank: int, sizes: Sequence[int]) -> None:
     world.pairs(world.keys, rank, math.prod(fewer))
 
 
-def commit(manifest: Manifest) -> dict[str, Any]:
-    """Have a leader take what nodes have written, once each, and make the manifest."""
+def commit(manifest: Manifest, reports: int) -> dict[str, Any]:
+    """Have a leader take what nodes have written, and make the manifest.
+
+    Args:
+        manifest: of the copy.
+        reports: how often each node reports until the copy is committed.
+    """
     ranks = range(manifest.world_size)
     nodes = [ranks[first : first + ON_NODE] for first in range(0, len(ranks), ON_NODE)]
-    parts, sent = manifest.parts(), []
+    parts, whole = manifest.parts(), []
     for number, mine in enumerate(nodes):
         own = tuple((rank, parts[rank][0]) for rank in mine)
         contents = runs_of([parts[rank][1] for rank in mine])
         written = Written(NAME, 100, own, 0.1, "", "session", contents=contents)
-        sent.append(json.dumps(Report(f"node-{number}", "session", 100, written=(written,)).to_values()))
-    began, busy = time.perf_counter(), time.process_time()
-    leader = Leader([f"node-{number}" for number in range(len(nodes))], replicate=False)
-    complete = list(
-        itertools.chain.from_iterable(leader.hear(Report.from_values(json.loads(one))) for one in sent)
-    )
-    ends = ends_of(replace(manifest, session="session").joined(complete[0].own, ()))
-    seconds, busy = time.perf_counter() - began, time.process_time() - busy
-    answers = len(nodes) * len(json.dumps(vars(leader.answer)))
-    nbytes = sum(map(len, sent)) + answers + sum(map(len, ends.values()))
-    return {"nodes": len(nodes), "bytes": nbytes, "seconds": seconds, "cpu_seconds": busy}
+        whole.append(Report(f"node-{number}", "session", 100, written=(written,)))
+    leader = Leader([one.node for one in whole], False, name="leader")
+    ways, complete, nbytes, seconds, busy = [Sent() for _ in whole], None, 0, 0.0, 0.0
+    for _ in range(reports):
+        sent = [way.shortened(one) for way, one in zip(ways, whole, strict=True)]
+        texts = [json.dumps(one.to_values()) for one in sent]
+        began, began_busy = time.perf_counter(), time.process_time()
+        for text in texts:
+            complete = next(iter(leader.hear(Report.from_values(json.loads(text)))), complete)
+        seconds, busy = seconds + time.perf_counter() - began, busy + time.process_time() - began_busy
+        answer = json.dumps(vars(leader.answer))
+        nbytes += sum(map(len, texts)) + len(whole) * len(answer)
+        for way, one, part in zip(ways, whole, sent, strict=True):
+            way.answered(one, part, leader.answer)
+    assert complete is not None, "all nodes have reported"
+    began, began_busy = time.perf_counter(), time.process_time()
+    ends = ends_of(replace(manifest, session="session").joined(complete.own, ()))
+    seconds, busy = seconds + time.perf_counter() - began, busy + time.process_time() - began_busy
+    nbytes += sum(map(len, ends.values()))
+    return {"nodes": len(nodes), "reports": reports, "bytes": nbytes, "seconds": seconds, "cpu_seconds": busy}
 
 
 def main() -> int:
@@ -201,6 +216,7 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[1024, 8192], help="multiples of 16")
     parser.add_argument("--gb", type=float, nargs="*", default=[10.0, 100.0], help="of a rank")
+    parser.add_argument("--reports", type=int, default=10, help="of each node, until the copy is committed")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     options = parser.parse_args()
     lines = figures.Lines(options.out)
@@ -213,7 +229,7 @@ def main() -> int:
             uses = {
                 "same": lambda: measured(Path(place), lambda copy: same(copy, own)),  # noqa: B023 - called below
                 "half": lambda: measured(Path(place), lambda copy: half(copy, own // 2, sizes)),  # noqa: B023
-                "commit": lambda: commit(manifest),  # noqa: B023
+                "commit": lambda: commit(manifest, options.reports),  # noqa: B023
             }
             found += [{**about, "use": use, **run()} for use, run in uses.items()]
     for line in found:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
+from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Sent, Written
 from outlast.checkpoint.policy.manifest import Row, copy_name, runs_of
 from outlast.codec import Malformed
 from tests.support.forging import SAID
@@ -163,6 +163,33 @@ def test_a_copy_is_complete_when_the_last_node_has_written_it() -> None:
     assert leader.answer.durable_step == 5
     assert leader.hear(Report("c", "s", written=(written(5, "c"),))) == ()
     assert leader.waits
+
+
+def test_rows_go_to_a_leader_once_and_to_the_next_one_again() -> None:
+    def sizes(sent: Report) -> list[int]:
+        return [len(one.own) for one in sent.written]
+
+    ways = {node: Sent() for node in "ab"}
+    whole = {node: Report(node, "s", written=(written(5, node), written(6, node, "full"))) for node in "ab"}
+    first, second = (Leader(["a", "b"], replicate=False, name=name) for name in ("first", "second"))
+
+    def told(leader: Leader, node: str) -> tuple[Report, tuple[Complete, ...]]:
+        sent = ways[node].shortened(whole[node])
+        found = leader.hear(Report.from_values(sent.to_values()))
+        ways[node].answered(whole[node], sent, leader.answer)
+        return sent, found
+
+    assert sizes(told(first, "a")[0]) == [1, 0]
+    assert sizes(told(first, "a")[0]) == [0, 0]
+    sent, found = told(second, "a")  # which lacks what it was not sent, and is told all of it next
+    assert (sizes(sent), found) == ([0, 0], ())
+    assert sizes(told(second, "a")[0]) == [1, 0]
+    assert sizes(told(second, "a")[0]) == [0, 0]
+    sent, (complete, other) = told(second, "b")
+    assert complete.own == {ord(node): (row(ord(node)), SAID) for node in "ab"}
+    assert len(other.errors) == 2
+    whole["a"] = Report("a", "s", written=(written(5, "a", "no"), written(7, "a")))
+    assert [one.known for one in ways["a"].shortened(whole["a"]).written] == [False, False]
 
 
 def test_parts_of_two_sessions_are_never_put_together() -> None:

@@ -45,6 +45,7 @@ class Written:
         session: of the ranks that staged it; parts of two sessions are never put together.
         shared: rows of the files that all ranks share.
         contents: of the documents of the node's ranks.
+        known: rows and contents are left out, since this leader has them.
     """
 
     name: _Text
@@ -55,6 +56,7 @@ class Written:
     session: _Text = ""
     shared: tuple[Row, ...] = ()
     contents: Contents = field(default_factory=dict)
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Answer:
         failing: seconds from the first of them to the latest.
         error: why the latest was.
         apart: nodes did not hold alike what all ranks share: each rank writes all of its own.
+        leader: distinguishes it from others: another one does not know what this one was sent.
     """
 
     round: int = 0
@@ -124,6 +127,7 @@ class Answer:
     failing: float = 0.0
     error: str = ""
     apart: bool = False
+    leader: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,16 +167,19 @@ class Leader:
         nodes: their names.
         replicate: copies go to other nodes.
         durable_step: the newest step that is on disk already; -1: none.
+        name: distinguishes it from other leaders.
     """
 
-    def __init__(self, nodes: Collection[str], replicate: bool, durable_step: int = -1) -> None:
+    def __init__(
+        self, nodes: Collection[str], replicate: bool, durable_step: int = -1, name: str = ""
+    ) -> None:
         self._nodes = frozenset(nodes)
         self._replicate = replicate
         self._reports: dict[str, Report] = {}
         self._written: dict[tuple[str, str], dict[str, Written]] = {}
         self._unchanged: dict[str, int] = {}  # reports in a row, by node
         self._ahead = 1
-        self.answer = Answer(durable_step=durable_step)
+        self.answer = Answer(durable_step=durable_step, leader=name)
 
     def hear(self, report: Report) -> tuple[Complete, ...]:
         """Take a report; return the copies on disk for which it was the last one missing.
@@ -190,7 +197,7 @@ class Leader:
         found = []
         over = max(self.answer.durable_step, self.answer.lost_step)
         for written in report.written:
-            if written.step <= over:
+            if written.step <= over or written.known:
                 continue
             told = self._written.setdefault((written.name, written.session), {})
             new = report.node not in told
@@ -300,6 +307,37 @@ def _complete(told: Mapping[str, Written]) -> Complete:
 
 def _changed(answer: Answer, **values: Any) -> Answer:
     return Answer(**{**asdict(answer), **values})
+
+
+class Sent:
+    """What a leader has from a node: rows go there once, though reports are repeated."""
+
+    def __init__(self) -> None:
+        self._leader = ""
+        self._heard: dict[str, Written] = {}
+
+    def shortened(self, report: Report) -> Report:
+        """Return a report without the rows that the leader has."""
+        written = tuple(
+            replace(one, own=(), shared=(), contents={}, known=True)
+            if self._heard.get(one.name) == one
+            else one
+            for one in report.written
+        )
+        return replace(report, written=written)
+
+    def answered(self, report: Report, sent: Report, answer: Answer) -> None:
+        """Take note of an answer.
+
+        Args:
+            report: the whole report.
+            sent: what was sent of it.
+            answer: of the leader; of another one than before, it lacks what was left out.
+        """
+        same = answer.leader == self._leader
+        pairs = zip(report.written, sent.written, strict=True)
+        self._heard = {one.name: one for one, part in pairs if same or not part.known}
+        self._leader = answer.leader
 
 
 class Member:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import file_digest
-from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
+from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Sent, Written
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of, some
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.policy.sharing import ALL
@@ -85,10 +85,11 @@ class WriterCluster:
         self._lock = threading.Lock()
         self.leader: Leader | None = None
         if members.leads:
-            self.leader = Leader(self._peers, bool(together.holders), durable_step)
+            self.leader = Leader(self._peers, bool(together.holders), durable_step, os.urandom(8).hex())
         self._completed: queue.SimpleQueue[Complete] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._report = Report(together.node, members.session)
+        self._sent = Sent()
         self._news = threading.Event()
         self._closed = False
         self._throttle = Throttle(together.bandwidth)
@@ -182,12 +183,14 @@ class WriterCluster:
             return self._take(report)
         chief = self._chief
         client = PeerClient((chief.host, chief.port), self._party, _TIMEOUT, expected=chief.name)
+        sent = self._sent.shortened(report)
         try:
-            answer = Answer(**client.ask(report.to_values()))
+            answer = Answer(**client.ask(sent.to_values()))
         except (PeerError, TypeError) as error:
             self.unreachable = f"node {self._chief.name} does not answer: {error}"
             return None
         self.unreachable = ""
+        self._sent.answered(report, sent, answer)
         return answer
 
     def send(self, name: str, source: DirectoryTier) -> int:
