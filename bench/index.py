@@ -131,7 +131,9 @@ def make(folder: Path, ranks: int, sizes: Sequence[int], rank_bytes: float, own:
     whole = [
         rows.get(rank)
         or rows[0]._replace(
-            **{name: digest(32) for name in ("digest", "digests", "document")},
+            digest=digest(32),
+            digests=digest(32),
+            document=digest(32),
             coordinates=(place_of(rank, sizes),),
         )
         for rank in range(ranks)
