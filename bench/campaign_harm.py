@@ -41,7 +41,7 @@ def spoil(dice: random.Random, copy: Path, copies: Copies) -> str:
     files = sorted(path for path in copy.iterdir() if path.suffix != ".staged")
     if not files:
         raise FileNotFoundError(copy)
-    path = dice.choice([*files, *[one for one in files if one.suffix == ".safetensors"] * 3])
+    path = dice.choice([*files, *[one for one in files if one.suffix == ".safetensors"] * 4])
     way, content = dice.choice(WAYS), path.read_bytes()
     pages = [at for at in range(0, len(content), PAGE) if any(content[at : at + PAGE])]
     copies.note(path)
