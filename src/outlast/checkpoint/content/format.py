@@ -117,7 +117,7 @@ def _form(tensor: torch.Tensor, piece: Piece | None, meshes: dict[Any, int]) -> 
 
     Args:
         tensor: what the rank has of it.
-        piece: of which whole it is a part; None: it is whole.
+        piece: where it lies in the whole tensor; None: the rank has all of it.
         meshes: number of each in the table; those of the piece are added.
     """
     dtype, width, strides = dtype_name(tensor.dtype), tensor.element_size(), order_of(tensor)

@@ -327,12 +327,12 @@ class Sent:
         return replace(report, written=written)
 
     def answered(self, report: Report, sent: Report, answer: Answer) -> None:
-        """Take note of an answer.
+        """Process an answer of the leader.
 
         Args:
             report: the whole report.
             sent: what was sent of it.
-            answer: of the leader; of another one than before, it lacks what was left out.
+            answer: where it comes from a new leader, rows and contents are sent again.
         """
         same = answer.leader == self._leader
         pairs = zip(report.written, sent.written, strict=True)

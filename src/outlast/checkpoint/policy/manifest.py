@@ -321,7 +321,7 @@ class Manifest:
             yield from self.of_shared(number)
 
     def joined(self, parts: Mapping[int, tuple[Row, dict[str, str]]], shared: tuple[Row, ...]) -> Manifest:
-        """Return the manifest of the copy of which this one is a part.
+        """Return the manifest of the whole copy to which this part belongs.
 
         Args:
             parts: of all ranks; see :meth:`parts`.

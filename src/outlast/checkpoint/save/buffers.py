@@ -152,7 +152,7 @@ class Buffers:
             self._changed.notify_all()
 
     def _rest(self, took: float) -> None:
-        """Let training have the memory to itself after a window, until a save waits for the buffer.
+        """Pause after a window, for training, until a save waits for the buffer.
 
         Raises:
             OSError: no more buffers are to be made.

@@ -30,7 +30,7 @@ class Demand:
         ranks: how many.
         state: bytes of one state of all of them.
         more: buffers that each rank has besides those of ``checkpoints.buffers``.
-        held: bytes of one state of the ranks of which this node holds replicas.
+        held: bytes of one state of the other ranks whose replicas this node holds.
     """
 
     ranks: int
