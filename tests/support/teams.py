@@ -149,7 +149,11 @@ class Team:
             self.committed()
 
     def committed(self) -> None:
-        until(lambda: all(n.status().memory_step >= self.step for n in self.nodes), f"step {self.step}")
+        def wanted() -> str:
+            found = [(node.status(), node.logged("save_lost"), node.logged("note")) for node in self.nodes]
+            return f"step {self.step} in memory: {found}"
+
+        until(lambda: all(node.status().memory_step >= self.step for node in self.nodes), wanted)
 
     def replicated(self, step: int) -> None:
         """Train until a step is on other nodes, too."""

@@ -14,8 +14,8 @@ from outlast.checkpoint.content.digest import chunk_digests
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.replica.frames import BURST_BYTES
 from outlast.checkpoint.save.staging import Order
-from outlast.checkpoint.writer.__main__ import IO_PRIORITY, NICENESS, OOM_SCORE
-from outlast.checkpoint.writer.committer import digests_of, threads_beside
+from outlast.checkpoint.writer.__main__ import IO_PRIORITY, OOM_SCORE
+from outlast.checkpoint.writer.committer import NICENESS, digests_of, threads_beside
 from tests.support.jobs import Job
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save
@@ -70,9 +70,31 @@ def test_the_kernel_prefers_ranks_to_the_writer(node: Node) -> None:
     if os.uname().machine in IOPRIO_GET:
         found = ctypes.CDLL(None).syscall(IOPRIO_GET[os.uname().machine], 1, pid)
         assert (found >> 13, found & 0xFF) == (2, IO_PRIORITY)
-    if (own / "autogroup").exists():
-        assert Path(f"/proc/{pid}/autogroup").read_text().split()[1:] == ["nice", str(NICENESS)]
-        assert (own / "autogroup").read_text() != Path(f"/proc/{pid}/autogroup").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="a kernel that groups sessions")
+def test_between_sessions_the_writer_has_low_priority_only_while_ranks_train(node: Node) -> None:
+    def group() -> tuple[str, str]:
+        name, _, nice = Path(f"/proc/{node.saver.pid}/autogroup").read_text().split()
+        return name, nice
+
+    node.saver.ensure()
+    until(lambda: node.memory.status() is not None, "the writer")
+    assert group()[0] != Path("/proc/self/autogroup").read_text().split()[0]
+    assert group()[1] == "0", "nobody trains yet"
+    job = Job(0, width=600)  # 8.7 MB with the state of the optimizer
+    saver = node.join(job, disk_bandwidth=8e5)
+    until(lambda: group()[1] == str(NICENESS), "a low priority beside training")
+    job.train()
+    assert saver.stage(Order(1, True, "a test", waits=True), job.state)
+    until(lambda: group()[1] == "0", "a save for which training waits")
+    assert saver.durable(1)
+    until(lambda: group()[1] == str(NICENESS), "a low priority after that save")
+    job.train()
+    assert saver.stage(Order(2, True, "a preemption", urgent=True), job.state)
+    until(lambda: group()[1] == "0", "a save before the end")
+    assert saver.durable(2)
+    assert group()[1] == "0"
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def test_a_node_that_goes_down_costs_no_allocation(cluster: SlurmCluster, tmp_pa
     job.waits(1)
     batch = cluster.job(job.id)["BatchHost"]
     node = next(name for name in job.active() if name != batch)  # the loss of a spare is no fault
+    until(lambda: job.records("saved"), job.wanted("a copy on disk"))
     try:
         cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=a test")
         until(lambda: job.records("fault_seen", fault="lost", node=node), job.wanted(f"the loss of {node}"))

@@ -19,6 +19,7 @@ from pathlib import Path
 from outlast import files
 from outlast.checkpoint.replica.handshake import CREDENTIALS_BYTES, Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
+from outlast.checkpoint.writer.committer import NICENESS
 from outlast.checkpoint.writer.predecessor import Predecessor
 from outlast.checkpoint.writer.service import Service
 from outlast.checkpoint.writer_process import Owner, is_of
@@ -27,7 +28,6 @@ from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 from outlast.recovery.policy.events import Note, Record
 
-NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --async-ckpt-io-priority, 3
 _BEST_EFFORT = 2
 OOM_SCORE, _MOST_OOM_SCORE = 500, 1000  # thousandths of all memory
@@ -89,8 +89,6 @@ def _step_back() -> None:
     """Give the ranks priority for processors, for the disk, and for memory."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # where the kernel groups sessions, nice values count within one only
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
     # Where memory is full the kernel kills the process that has most of it mapped, shared memory included.
     # That is a rank because of its buffers, and its end restarts the job and frees none of their pages. This
     # process keeps nothing that is not in files, and its owner starts it again, so it goes first, unless a

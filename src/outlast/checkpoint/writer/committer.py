@@ -58,6 +58,7 @@ from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
 _PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
+NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 _SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
 Staged = Mapping[int, dict[str, Any]]
 
@@ -255,6 +256,7 @@ class CopyCommitter:
         self._flushed: set[str] = set()
         self._untidy = False
         self._processors = processors()
+        self._niceness = -1  # of the session; as the keeper of an earlier generation left it
         self._uploads = self._open_uploads()
         self._stage.make()
         self._sweep_disk()  # before a staged state is completed, which is written while it is digested
@@ -308,6 +310,7 @@ class CopyCommitter:
 
     def look(self) -> None:
         """Commit what is complete, write what is due, remove what is not needed."""
+        self._beside_training()
         self._take_complete()
         self._grant()
         self._settle()
@@ -545,12 +548,26 @@ class CopyCommitter:
         if record.get("urgent"):
             self._hurry.set()
 
+    def _beside_training(self, *records: Mapping[str, Any]) -> bool:
+        """Return whether ranks train, and do not wait for one of these copies; set the priority for it.
+
+        The kernel weighs whole sessions where it groups them (autogroup), so this one's nice value counts
+        there; unlike that of a process it can be lowered again without a privilege.
+        """
+        waits = any(one.get("waits_since") is not None for one in (*records, *self._wanted.values()))
+        trains = not (waits or self._hurry.is_set() or self.members.loaded is None)
+        niceness = NICENESS if trains else 0
+        if niceness != self._niceness:
+            with contextlib.suppress(OSError):  # no such groups; or changed a moment ago: the next look does
+                Path("/proc/self/autogroup").write_text(str(niceness))
+                self._niceness = niceness
+        return trains
+
     def _threads(self, record: Mapping[str, Any]) -> int:
-        """Return how many threads digest a copy: one a processor where ranks do not train or will end."""
-        waits = record.get("waits_since") is not None
-        if waits or self._hurry.is_set() or self.members.loaded is None:
-            return self._processors
-        return threads_beside(len(self.members.ranks), self._processors)
+        """Return how many threads digest a copy: one a processor where ranks do not train beside it."""
+        if self._beside_training(record):
+            return threads_beside(len(self.members.ranks), self._processors)
+        return self._processors
 
     def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
