@@ -21,7 +21,7 @@ from outlast.checkpoint.policy import resolve
 from outlast.checkpoint.policy.resolve import Mark
 from outlast.checkpoint.replica import frames
 from outlast.checkpoint.replica.handshake import Credentials
-from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools import convert
 from outlast.cluster.lease_file import allowed
@@ -242,11 +242,6 @@ DECODERS: dict[str, tuple[Make, Any, tuple[type[Exception], ...]]] = {
         of_file("notice", lambda path: read_notice(str(path), 60.0, SystemClock())),
         {"action": "terminate", "time": "2026-01-02T03:04:05Z"},
         NOTHING,
-    ),
-    "claims": (
-        plain(Claims.from_json),
-        {"files": 1, "writes": 0, "apart": ["a"], "digests": {"0": "0a"}},
-        (OSError,),
     ),
     "members": (of_file("members.json", lambda path: MemoryFolder(path.parent).members()), {"a": 1}, NOTHING),
     "reason": (

@@ -169,7 +169,7 @@ def test_failures_are_counted_in_a_row_and_the_newest_steps_are_told() -> None:
     leader.settled(second, "y")
     leader.settled(first, "x")
     answer = leader.answer
-    assert (answer.lost_step, answer.failures, answer.error, answer.apart) == (6, 2, "x", False)
+    assert (answer.lost_step, answer.failures, answer.error) == (6, 2, "x")
     seventh, eighth = leader.hear(Report("a", "s", written=(written(7), written(8))))
     leader.settled(eighth)
     leader.settled(seventh)
@@ -197,7 +197,6 @@ def test_a_copy_blocks_as_long_as_the_slowest_node_and_names_each_that_failed() 
     (found,) = leader.hear(Report("b", "s", written=(written(5, blocked=1.0),)))
     assert (found.step, found.session, found.blocked) == (5, "s", 2.0)
     assert found.errors == ("node a: no answer", "node c: disk full")
-    assert not found.unlike
 
 
 def test_a_node_that_could_not_write_is_not_one_that_shares_nothing() -> None:
@@ -205,7 +204,7 @@ def test_a_node_that_could_not_write_is_not_one_that_shares_nothing() -> None:
     leader = Leader(["a", "b"], replicate=False)
     told(leader, Report("a", "s", written=(replace(written(5), shared=(shared,)),)))
     (found,) = leader.hear(Report("b", "s", written=(written(5, "disk full"),)))
-    assert (found.errors, found.unlike) == (("node b: disk full",), False)
+    assert found.errors == ("node b: disk full",)
 
 
 def heard(member: Member, *answers: Answer) -> Member:

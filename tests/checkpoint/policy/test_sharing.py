@@ -1,19 +1,15 @@
-"""What all ranks hold alike: found from digests, divided among files, and looked up by chunks."""
+"""What all ranks hold alike: found from digests, and divided among files."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.sharing import chunks_of, differing, divide, held_by_all, in_chunks, mask
-from outlast.checkpoint.policy.table import TensorEntry
+from outlast.checkpoint.policy.sharing import divide, held_by_all, mask
 
 KEYS = st.text("abcd", min_size=1, max_size=3)
 RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)
-CHUNK = 1 << 20
 
 
 @given(RANKS)
@@ -54,39 +50,3 @@ def test_the_largest_go_first_each_to_the_file_that_has_least() -> None:
     assert divide({"a": 3, "b": 5, "c": 3, "d": 1}, 2) == (("b", "d"), ("a", "c"))
     assert divide({"a": 3}, 2) == (("a",),)
     assert divide({}, 2) == ()
-
-
-def entry(begin: int, end: int) -> TensorEntry:
-    return TensorEntry("uint8", (end - begin,), (end - begin,), (0,), begin, end)
-
-
-def test_a_tensor_has_bytes_in_the_chunks_that_it_meets() -> None:
-    assert list(chunks_of(entry(5, 2 * CHUNK))) == [0, 1]
-    assert list(chunks_of(entry(2 * CHUNK, 2 * CHUNK + 1))) == [2]
-    assert list(chunks_of(entry(2 * CHUNK, 2 * CHUNK))) == []
-    first, last = CHUNK - 1, 3 * CHUNK + 1
-    entries = {"first": entry(2, first), "across": entry(first, last), "last": entry(last, 4 * CHUNK)}
-    assert in_chunks(entries, {0}) == {"first", "across"}
-    assert in_chunks(entries, {2}) == {"across"}
-    assert in_chunks(entries, {3}) == {"across", "last"}
-    assert in_chunks(entries, set()) == set()
-
-
-def digests(letters: Iterable[str]) -> bytes:
-    return "".join(8 * letter for letter in letters).encode()
-
-
-@pytest.mark.parametrize(
-    ("expected", "found", "numbers"),
-    [("abcd", "abcd", []), ("abcd", "axcx", [1, 3]), ("ab", "abc", [2]), ("abc", "a", [1, 2]), ("", "", [])],
-)
-def test_which_chunks_differ(expected: str, found: str, numbers: list[int]) -> None:
-    assert list(differing(digests(expected), digests(found))) == numbers
-
-
-@given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), max_size=6))
-def test_chunks_that_only_one_has_differ(one: list[str], other: list[str]) -> None:
-    found = list(differing(digests(one), digests(other)))
-    longest = range(max(len(one), len(other)))
-    both = range(min(len(one), len(other)))
-    assert found == [place for place in longest if place not in both or one[place] != other[place]]

@@ -237,9 +237,9 @@ def rank_document(
         "aliases": captured.aliases,
     }
     document = document_of(values | layout.place, layout.listing)
-    if len(document) > DOCUMENT_BYTES // 2:  # what a rank leaves for the writer has its claims, too
+    if len(document) > DOCUMENT_BYTES:
         raise UsageError(
             f"rank {identity.rank}: what is no tensor in the state takes {len(document)} bytes of JSON, at"
-            f" most {DOCUMENT_BYTES // 2} are expected; nothing was saved; keep such data in tensors"
+            f" most {DOCUMENT_BYTES} are expected; nothing was saved; keep such data in tensors"
         )
     return document

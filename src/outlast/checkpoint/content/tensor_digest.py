@@ -18,29 +18,39 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import local_of
-from outlast.checkpoint.content.transfers import SMALL, Transfers, octets_of
+from outlast.checkpoint.content.transfers import SMALL, Transfers, is_plain, octets_of
 
 _CHUNK = 16 << 20  # bytes; products of its words take six times as much memory
+_PIECE = 64 << 20  # bytes of host memory that one thread digests
 _WORD = 4
 _SEED = 17
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass may keep its bytes elsewhere
 
 
-def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def digests_of(tensors: Sequence[torch.Tensor], spread: Callable[..., Iterable[int]] = map) -> list[int]:
     """Return 64 bits for each tensor's elements in order; of a distributed one for the part here.
 
     Tensors of other kinds of devices have other digests of the same bytes.
+
+    Args:
+        tensors: of any devices.
+        spread: like ``map``; may call in several threads.
     """
     own = [local_of(one) for one in tensors]
     found = [0] * len(own)
     large: list[int] = []
     small: list[int] = []
     for at, one in enumerate(own):
-        if one.is_cpu:
-            found[at] = _digest(one)
-        else:
+        if not one.is_cpu:
             (small if one.numel() * one.element_size() < SMALL else large).append(at)
-    sums = [_sums(own[at]) for at in large]
+    sums = [_sums(own[at]) for at in large]  # a device works while the host digests its own
+    pieces = [(at, piece) for at, one in enumerate(own) if one.is_cpu for piece in _pieces(one)]
+    numbers = spread(_digest, [piece for _, piece in pieces])
+    of_pieces = {at: list[int]() for at, _ in pieces}
+    for (at, _), number in zip(pieces, numbers, strict=True):
+        of_pieces[at].append(number)
+    for at, each in of_pieces.items():
+        found[at] = each[0] if len(each) == 1 else xxh3_64_intdigest(struct.pack(f"<{len(each)}Q", *each))
     for at, octets in zip(small, _fetched([own[at] for at in small]), strict=True):
         found[at] = _digest(octets)
     for at, numbers in zip(large, _on_host(sums), strict=True):
@@ -49,10 +59,16 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return found
 
 
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a tensor in host memory in pieces for several threads, where its bytes lie in order."""
+    if tensor.nbytes <= _PIECE or type(tensor) not in _PLAIN or not is_plain(tensor):
+        return (tensor,)
+    return torch.split(octets_of(tensor), _PIECE)
+
+
 def _digest(tensor: torch.Tensor) -> int:
     """Return the digest of a tensor in host memory; where its bytes lie in order, nothing is made of it."""
-    in_order = type(tensor) in _PLAIN and tensor.is_contiguous()
-    if not in_order or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in _PLAIN or not is_plain(tensor):
         tensor = octets_of(tensor)
     found: int = xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     return found

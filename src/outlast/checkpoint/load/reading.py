@@ -23,7 +23,6 @@ import torch
 from outlast.checkpoint.content.digest import chunk_digest, read_digests
 from outlast.checkpoint.content.memory import allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, FileEntry
-from outlast.checkpoint.policy.sharing import differing as differing_chunks
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
@@ -399,7 +398,8 @@ def _doubtful(one: bytes, other: bytes, here: TensorEntry, there: TensorEntry) -
         for begin in range(here.begin, here.end, _AT_A_TIME):
             yield begin, min(begin + _AT_A_TIME, here.end)
         return
-    first, last = here.begin // CHUNK_BYTES, -(-here.end // CHUNK_BYTES)
-    unlike = differing_chunks(*(each[first * DIGEST_BYTES : last * DIGEST_BYTES] for each in (one, other)))
-    for begin in ((first + number) * CHUNK_BYTES for number in unlike):
-        yield max(here.begin, begin), min(here.end, begin + CHUNK_BYTES)
+    for number in range(here.begin // CHUNK_BYTES, -(-here.end // CHUNK_BYTES)):
+        place = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+        if one[place] != other[place]:
+            begin = number * CHUNK_BYTES
+            yield max(here.begin, begin), min(here.end, begin + CHUNK_BYTES)

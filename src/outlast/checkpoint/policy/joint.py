@@ -114,7 +114,6 @@ class Answer:
         failures: copies lost in a row.
         failing: seconds from the first of them to the latest.
         error: why the latest was.
-        apart: nodes did not hold alike what all ranks share: each rank writes all of its own.
         leader: distinguishes it from others: another one does not know what this one was sent.
     """
 
@@ -126,7 +125,6 @@ class Answer:
     failures: int = 0
     failing: float = 0.0
     error: str = ""
-    apart: bool = False
     leader: str = ""
 
 
@@ -142,7 +140,6 @@ class Complete:
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
         session: of the ranks that staged it.
-        unlike: nodes do not hold alike what they have in common.
     """
 
     name: str
@@ -152,7 +149,6 @@ class Complete:
     blocked: float
     errors: tuple[str, ...]
     session: str
-    unlike: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +260,6 @@ class Leader:
         if error:
             self.answer = _changed(
                 self.answer,
-                apart=self.answer.apart or complete.unlike,
                 lost_step=max(self.answer.lost_step, complete.step),
                 failures=self.answer.failures + 1,
                 failing=failing,
@@ -289,9 +284,8 @@ def _complete(told: Mapping[str, Written]) -> Complete:
     unlike = [node for node in written if told[node].shared != told[written[0]].shared]
     if unlike:
         errors.append(
-            f"what all ranks share is not the same on nodes {written[0]} and {some(unlike)}: ranks that"
-            " should hold the same do not, which may be silent corruption; from now on each writes all of its"
-            " own"
+            f"the shared files of nodes {written[0]} and {some(unlike)} differ, though their ranks held the"
+            " same tensors: the copy in the memory of one of these nodes is damaged"
         )
     return Complete(
         first.name,
@@ -301,7 +295,6 @@ def _complete(told: Mapping[str, Written]) -> Complete:
         max(one.blocked for one in told.values()),
         tuple(errors),
         first.session,
-        bool(unlike),
     )
 
 

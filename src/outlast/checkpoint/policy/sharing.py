@@ -6,13 +6,9 @@ too. What all have is divided among files by size; the same files are made on ev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES
-from outlast.checkpoint.policy.table import TensorEntry
+from collections.abc import Iterable, Mapping, Sequence
 
 LEAST_BYTES = 64 << 10  # of a tensor that is worth sharing
-ALL = "*"  # among keys that are to be kept apart: every one of them
 
 
 def mask(digests: Sequence[tuple[str, str]], mine: Mapping[str, str]) -> str:
@@ -54,20 +50,3 @@ def divide(nbytes: Mapping[str, int], files: int) -> tuple[tuple[str, ...], ...]
         found[place].append(key)
         sizes[place] += nbytes[key]
     return tuple(map(tuple, found))
-
-
-def chunks_of(entry: TensorEntry) -> range:
-    """Return the numbers of the chunks of a file in which a tensor has bytes."""
-    return range(entry.begin // CHUNK_BYTES, -(-entry.end // CHUNK_BYTES))
-
-
-def in_chunks(entries: Mapping[str, TensorEntry], numbers: Collection[int]) -> set[str]:
-    """Return the tensors that have bytes in one of some chunks of a file."""
-    return {key for key, entry in entries.items() if any(number in numbers for number in chunks_of(entry))}
-
-
-def differing(expected: bytes, found: bytes) -> Iterator[int]:
-    """Yield the numbers of the chunks whose digests are not the same."""
-    for begin in range(0, max(len(expected), len(found)), DIGEST_BYTES):
-        if expected[begin : begin + DIGEST_BYTES] != found[begin : begin + DIGEST_BYTES]:
-            yield begin // DIGEST_BYTES

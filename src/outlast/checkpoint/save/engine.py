@@ -165,13 +165,17 @@ class Engine:
         def buffers(number: int, count: int) -> Buffers:
             return self._buffers_of(alike_files(number, count)[0])
 
+        def report(text: str) -> None:
+            around.record(Note, reason=text)
+
         self._shared = frozenset(held)
-        self._stager.share(Sharing(around.identity, held, files, own, buffers))
+        sharing = Sharing(around.identity, around.rounds, held, files, own, buffers, report)
+        self._stager.share(sharing)
         nbytes = sum(one.numel() * one.element_size() for one in held.values())
         around.record(
             Note,
             reason=f"{len(held)} tensor(s) of {nbytes >> 20} MiB are the same on all ranks: each is written"
-            " once a node, and digests are compared at every save",
+            " once a node; digests are compared at every save",
         )
 
     def _expected(self, state: Mapping[str, object]) -> int:
@@ -275,17 +279,19 @@ class Engine:
         around = self._around
         if not self._compared:
             self._share(state)
+        again = self._staged if self._staged is not None and self._staged.step == order.step else None
+        # Before anything that may fail on this rank alone: the others wait for it.
+        taken = None if again is not None else self._stager.take(order, state)
         status = self._heard(order.durable)
-        if status is not None:
-            self._stager.keep_apart(status.apart)
         self._keep_saver()
         self._require_hope(status)
         if not self._is_served():
             return self._lost(
                 order, f"{self._memory.root} is gone, and no writer of this node", _OWNER_SECONDS
             )
-        if self._staged is not None and self._staged.step == order.step:
-            return self._order_more(self._staged, order)
+        if again is not None:
+            return self._order_more(again, order)
+        assert taken is not None
         self._staged = None
         began = time.monotonic()
         self._waits_since, self._waits_told = 0.0, False
@@ -294,7 +300,7 @@ class Engine:
             self._stager.fence()  # what has become of the save before is no reason to try this one again
             with RoomAwaited(around) as awaited:
                 waited = when_there_is_room(
-                    lambda: self._stager.stage(order, state, around.settings.timeout, lazily),
+                    lambda: self._stager.stage(taken, state, around.settings.timeout, lazily),
                     self._patience(order),
                     awaited.told,
                 )

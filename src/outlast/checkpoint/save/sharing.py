@@ -1,148 +1,38 @@
 """The tensors that all ranks hold alike: each is written once for all of them, and compared at every save.
 
 After the first step of a session ranks compare digests, and what all of them hold is divided among files, one
-a rank of a node. Nothing in such a file is of a rank or a node: every node writes the same bytes. From then
-on a rank copies the file that it writes, and takes the digests of the chunks of the others from its own
-tensors: the checkpoint writer compares them with those of the files.
+a rank of a node. Nothing in such a file is of a rank or a node: every node writes the same bytes. At each
+save ranks compare digests before anything is copied. What they do not hold alike any more, each of them
+writes into its own file.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from xxhash import xxh3_64
+from xxhash import xxh3_64_hexdigest
 
-from outlast.agreement.worker.reports import Rounds
-from outlast.checkpoint.content.digest import chunk_digest, combined
+from outlast.agreement.worker.reports import Agreed, Rounds
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
 from outlast.checkpoint.content.rank_file import document_of, whose_alike
 from outlast.checkpoint.content.state import Captured, capture
-from outlast.checkpoint.content.transfers import is_plain, octets_of
+from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.typed_json import dtype_name
-from outlast.checkpoint.policy.manifest import CHUNK_BYTES, Identity, alike_files
-from outlast.checkpoint.policy.sharing import ALL, LEAST_BYTES, chunks_of, divide, held_by_all, mask
+from outlast.checkpoint.policy.manifest import Identity, alike_files, some
+from outlast.checkpoint.policy.sharing import LEAST_BYTES, divide, held_by_all, mask
 from outlast.checkpoint.save.buffers import Buffer, Buffers
-from outlast.checkpoint.tiers.memory_folder import Claims, write_whole
+from outlast.checkpoint.tiers.memory_folder import write_whole
 from outlast.errors import CheckpointError
-
-_RUN_CHUNKS = 32  # what a thread digests at a time
-Spread = Callable[[Callable[[range], dict[int, bytes]], Sequence[range]], Iterable[dict[int, bytes]]]
 
 
 def notes_of_alike(step: int, identity: Identity) -> dict[str, str]:
     """Return what the header of such a file says besides its tensors."""
     return note_of(whose_alike(step, identity))
-
-
-class Unwritten:
-    """The layout of a safetensors file with these tensors.
-
-    Args:
-        layout: of the file.
-        tensors: by key; they must not change meanwhile.
-    """
-
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._layout = layout
-        self._tensors = tensors
-        self._octets: dict[str, torch.Tensor] = {}  # of those that cannot be read where they are
-
-    @property
-    def chunks(self) -> range:
-        """The numbers of its chunks."""
-        return range(-(-self._layout.nbytes // CHUNK_BYTES))
-
-    def with_any(self, keys: Collection[str]) -> set[int]:
-        """Return the numbers of the chunks in which one of some tensors has bytes."""
-        entries = self._layout.entries
-        found = (chunks_of(entries[key]) for key in entries.keys() & set(keys))
-        return {number for numbers in found for number in numbers}
-
-    def digests(self, numbers: Collection[int], spread: Spread = map) -> dict[int, bytes]:
-        """Return the digests of some of its chunks, by number.
-
-        Args:
-            numbers: of the chunks.
-            spread: like ``map``; may call in several threads.
-        """
-        found: dict[int, bytes] = {}
-        for one in spread(self._digest, list(_runs(sorted(numbers)))):
-            found |= one
-        return found
-
-    def _digest(self, run: range) -> dict[int, bytes]:
-        begin = run.start * CHUNK_BYTES
-        end = min(run.stop * CHUNK_BYTES, self._layout.nbytes)
-        found: dict[int, bytes] = {}
-        place, state = begin, xxh3_64()
-        for view, _ in self._views(begin, end):
-            at = 0
-            while at < len(view):
-                part = view[at : at + CHUNK_BYTES - place % CHUNK_BYTES]
-                at, place = at + len(part), place + len(part)
-                number = (place - 1) // CHUNK_BYTES
-                if len(part) == CHUNK_BYTES:
-                    found[number] = chunk_digest(part)
-                    continue
-                state.update(part)
-                if place % CHUNK_BYTES == 0 or place == end:
-                    found[number] = state.digest()
-                    state = xxh3_64()
-        return found
-
-    def _views(self, begin: int, end: int) -> Iterator[tuple[memoryview, object]]:
-        """Yield the bytes of a range in pieces, each with what keeps them in memory."""
-        header = self._layout.header
-        if begin < len(header):
-            yield memoryview(header)[begin:end], None
-        for key, entry in self._layout.entries.items():
-            low, high = max(begin, entry.begin), min(end, entry.end)
-            if low < high:
-                yield self._view(key, low - entry.begin, high - entry.begin)
-
-    def _view(self, key: str, begin: int, end: int) -> tuple[memoryview, object]:
-        tensor = self._tensors[key]
-        if is_plain(tensor):
-            return _at(tensor.data_ptr() + begin, end - begin), tensor
-        if key not in self._octets:
-            self._octets[key] = octets_of(tensor)
-        octets = self._octets[key][begin:end].cpu()
-        return _at(octets.data_ptr(), end - begin), octets
-
-
-def _at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield the numbers in runs without gaps, none of them long."""
-    first = 0
-    for place in range(1, len(numbers) + 1):
-        ends = place == len(numbers) or numbers[place] != numbers[place - 1] + 1
-        if ends or place - first == _RUN_CHUNKS:
-            yield range(numbers[first], numbers[place - 1] + 1)
-            first = place
-
-
-def digests_of(captured: Captured, spread: Spread = map) -> dict[str, str]:
-    """Return a digest of type, shape, memory order and bytes of each tensor that ranks may share, by key.
-
-    Not of parts of distributed tensors: a rank has those for itself.
-    """
-    found = {}
-    for key, tensor in captured.tensors.items():
-        if key not in captured.pieces and tensor.numel() * tensor.element_size() >= LEAST_BYTES:
-            order = order_of(tensor)
-            form = {"form": f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order or ''}"}
-            one = Unwritten(lay_out({"": tensor}, form), {"": tensor})
-            chunks = one.digests(one.chunks, spread)
-            found[key] = combined(_in_order(chunks))
-    return found
 
 
 @functools.cache
@@ -153,6 +43,8 @@ def digesters() -> ThreadPoolExecutor:
 
 def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return what all ranks hold alike, the live tensors by key; every rank calls it at the same time.
+
+    Parts of distributed tensors are not among it: a rank has those for itself.
 
     Args:
         rounds: of the ranks.
@@ -167,20 +59,50 @@ def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[st
     mine: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
 
-    def say() -> dict[str, object]:
+    def digests() -> dict[str, object]:
         captured = capture(state)
-        tensors.update(captured.tensors)
-        mine.update(digests_of(captured, digesters().map))
+        tensors.update(
+            (key, one)
+            for key, one in captured.tensors.items()
+            if key not in captured.pieces and one.numel() * one.element_size() >= LEAST_BYTES
+        )
+        mine.update(_digests(tensors))
         return {"digests": sorted(mine.items())} if leads else {}
 
-    said = rounds.hold("digests", say)
-    said.raise_common(CheckpointError)
-    digests = said.reports[0].data["digests"]
+    said = _fine(rounds.hold("digests", digests))
+    found = _held_by_all(rounds, said.reports[0].data["digests"], mine)[0]
+    return {key: tensors[key] for key in found}
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return a digest of type, shape, memory order and bytes of each tensor, by key."""
+    numbers = digests_of(list(tensors.values()), digesters().map)
+    return {
+        key: f"{number:016x} {dtype_name(one.dtype)}{list(one.shape)}{order_of(one) or ''}"
+        for (key, one), number in zip(tensors.items(), numbers, strict=True)
+    }
+
+
+def _fine(agreed: Agreed) -> Agreed:
+    agreed.raise_common(CheckpointError)
+    return agreed
+
+
+def _held_by_all(
+    rounds: Rounds, digests: list[tuple[str, str]], mine: Mapping[str, str]
+) -> tuple[list[str], list[int]]:
+    """Return the keys of the tensors that all ranks hold alike, and the ranks that differ from rank 0.
+
+    Args:
+        rounds: of the ranks.
+        digests: of rank 0, by key.
+        mine: this rank's.
+    """
     if not digests:
-        return {}
-    answered = rounds.hold("alike", lambda: {"mask": mask(digests, mine)})
-    masks = [report.data["mask"] for report in answered.reports]
-    return {key: tensors[key] for key in held_by_all(digests, masks)}
+        return [], []
+    agreed = _fine(rounds.hold("alike", lambda: {"mask": mask(digests, mine)}))
+    masks = [report.data["mask"] for report in agreed.reports]
+    return held_by_all(digests, masks), [rank for rank, one in enumerate(masks) if one != masks[0]]
 
 
 class Sharing:
@@ -188,54 +110,107 @@ class Sharing:
 
     Args:
         identity: this rank.
+        rounds: with the other ranks.
         held: what all ranks hold alike, by key.
         files: among how many files it is divided at most.
         own: the number of the one that this rank writes, if there are as many.
         buffers: returns those for a file, by its number and how many files there are.
+        report: takes a sentence when ranks begin or cease to differ.
     """
 
     def __init__(
         self,
         identity: Identity,
+        rounds: Rounds,
         held: Mapping[str, torch.Tensor],
         files: int,
         own: int,
         buffers: Callable[[int, int], Buffers],
+        report: Callable[[str], object],
     ) -> None:
         self._identity = identity
+        self._rounds = rounds
+        self._report = report
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
         self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
         self._own = own if own < len(self._files) else -1
         self._notes = notes_of_alike(0, identity)
         self._layouts = [lay_out({key: held[key] for key in keys}, self._notes) for keys in self._files]
         self.buffers = None if self._own < 0 else buffers(self._own, len(self._files))
-        self.apart: frozenset[str] = frozenset()  # what ranks turned out not to hold alike
+        self._step = -1  # of the latest save
+        self._mine: dict[str, str] = {}  # digests of this rank at that save, of what ranks may hold alike
+        self._alike = frozenset(held)  # what ranks held alike at that save
 
     def prepare(self) -> None:
         """Begin to make the buffers that will be needed."""
         if self.buffers is not None:
             self.buffers.prepare_beside(self._layouts[self._own].nbytes)
 
-    def share(self, captured: Captured, step: int) -> Share | None:
-        """Return this rank's part in one save; None where it does not have these tensors any more.
+    def share(self, state: Mapping[str, object], step: int) -> tuple[Captured, Share]:
+        """Capture a state, and compare; every rank calls it for the same steps.
 
-        Then it saves as if nothing were shared, and so do all others if they have done the same with
-        theirs. Where they have not, this save is lost.
+        A rank that could not stage a step may be asked for the same step again: the others are not, so it
+        compares with what it held.
+
+        Returns:
+            The state, and this rank's part in the save.
+
+        Raises:
+            UsageError: something in the state of a rank cannot be saved exactly.
+            PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
+            ExchangeFailed: ranks did not answer.
         """
-        if any(_form_of(captured, key) != form for key, form in self._forms.items()):
-            return None
-        notes = notes_of_alike(step, self._identity)
-        self._layouts = [readdress(layout, self._notes, notes) for layout in self._layouts]
-        self._notes = notes
-        apart = self.apart
-        borrowed = {
-            key: number
-            for number, keys in enumerate(self._files)
-            for key in keys
-            if ALL not in apart and key not in apart
-        }
-        tensors = {key: captured.tensors[key] for key in self._forms}
-        return Share(tuple(self._layouts), self._own, tensors, borrowed, self.buffers)
+        if step == self._step:
+            captured = capture(state)
+            same = self._digests(captured) == self._mine
+            return captured, self._part(captured, step) if same else _NO_PART
+        taken: list[Captured] = []
+
+        def digest() -> dict[str, Any]:
+            taken.append(capture(state))
+            self._mine = self._digests(taken[0])
+            return {"digest": xxh3_64_hexdigest(repr(list(self._mine.items())).encode())}
+
+        said = _fine(self._rounds.hold("compared", digest))
+        before, self._step, self._alike = self._alike, step, frozenset(self._mine)
+        if len({report.data["digest"] for report in said.reports}) > 1:
+            self._find_alike(before)
+        elif before < self._alike == self._forms.keys():
+            self._report(f"step {step}: ranks hold alike again what they should, and write it once")
+        return taken[0], self._part(taken[0], step)
+
+    def _digests(self, captured: Captured) -> dict[str, str]:
+        """Return the digests of the tensors that still have the form in which ranks held them alike."""
+        forms = self._forms.items()
+        return _digests(
+            {key: captured.tensors[key] for key, form in forms if form == _form_of(captured, key)}
+        )
+
+    def _find_alike(self, before: Collection[str]) -> None:
+        """Find out what all ranks hold alike where that is not everything."""
+        mine, leads = self._mine, self._identity.rank == 0
+        said = _fine(self._rounds.hold("digests", lambda: {"digests": sorted(mine.items())} if leads else {}))
+        found, ranks = _held_by_all(self._rounds, said.reports[0].data["digests"], mine)
+        self._alike = frozenset(found)
+        if self._alike != before:
+            apart = some(self._forms.keys() - self._alike)
+            self._report(
+                f"step {self._step}: ranks do not hold {apart} alike, as they did before (rank {some(ranks)}"
+                " not as rank 0), which may be silent corruption; each rank writes its own until they do"
+            )
+
+    def _part(self, captured: Captured, step: int) -> Share:
+        notes, alike = notes_of_alike(step, self._identity), self._alike
+        if len(alike) == len(self._forms):
+            self._layouts = layouts = [readdress(layout, self._notes, notes) for layout in self._layouts]
+            self._notes = notes
+        else:
+            layouts = [
+                lay_out({key: captured.tensors[key] for key in keys if key in alike}, notes)
+                for keys in self._files
+            ]
+        borrowed = {key: number for number, layout in enumerate(layouts) for key in layout.entries}
+        return Share(tuple(layouts), self._own, borrowed, self.buffers) if borrowed else _NO_PART
 
 
 def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
@@ -252,18 +227,15 @@ class Share:
     Args:
         layouts: of all files that ranks share.
         own: the number of the one that this rank writes; -1: none.
-        tensors: in these files, by key.
-        borrowed: those of them that are not in the rank's own file: number of the file, by key.
+        borrowed: the tensors in them: number of the file, by key.
         buffers: of the file that this rank writes.
     """
 
     layouts: tuple[Layout, ...]
     own: int
-    tensors: Mapping[str, torch.Tensor]
-    borrowed: dict[str, int]
+    borrowed: Mapping[str, int]
     buffers: Buffers | None
     _buffer: Buffer | None = None
-    _digests: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     @property
     def written(self) -> tuple[Layout, Buffer] | None:
@@ -278,6 +250,7 @@ class Share:
     def claim(self, name: str, timeout: float, nudge: Callable[[], None]) -> bool:
         """Take a buffer for the file; see :meth:`Buffers.claim`."""
         assert self.buffers is not None
+        self._buffer = None
         self._buffer = self.buffers.claim(name, self.layouts[self.own].nbytes, timeout, nudge)
         return self._buffer is not None
 
@@ -285,36 +258,6 @@ class Share:
         """Put the buffer into the pool again."""
         if self._buffer is not None and self.buffers is not None:
             self.buffers.give_back(self._buffer)
-
-    def digest(self, late: Collection[str]) -> None:
-        """Digest the shared files of other ranks, except chunks that hold only lazy tensors.
-
-        Args:
-            late: keys of the tensors that do not change for a while.
-        """
-        for number, file in self._files_of_others():
-            wanted = file.with_any(self.tensors.keys() - set(late))
-            self._digests[number] = file.digests(wanted, digesters().map)
-
-    def digest_rest(self) -> None:
-        """Digest the lazy tensors; in this thread only, beside training."""
-        for number, file in self._files_of_others():
-            known = self._digests[number]
-            known |= file.digests(set(file.chunks) - known.keys())
-
-    def _files_of_others(self) -> Iterator[tuple[int, Unwritten]]:
-        for number, layout in enumerate(self.layouts):
-            if number != self.own and self.borrowed:
-                yield number, Unwritten(layout, self.tensors)
-
-    def claims(self, failed: bool) -> Claims:
-        """Return this rank's digests of the files; all chunks were digested, or the save has failed."""
-        if not self.borrowed or failed:
-            return Claims(0, self.own)
-        files = len(self.layouts)
-        apart = tuple(sorted(self.tensors.keys() - self.borrowed.keys()))
-        digests = {number: _in_order(found).hex() for number, found in self._digests.items()}
-        return Claims(files, self.own, apart, digests)
 
     def leave_document(self, step: int, identity: Identity) -> None:
         """Write the document of the file that this rank has written.
@@ -330,5 +273,4 @@ class Share:
             write_whole(self._buffer.path.with_name(alike_files(*place).document), document)
 
 
-def _in_order(digests: Mapping[int, bytes]) -> bytes:
-    return b"".join(digests[number] for number in sorted(digests))
+_NO_PART = Share((), -1, {}, None)

@@ -13,7 +13,7 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.fingerprint import Fingerprint
 from outlast.checkpoint.save.sharing import Share, Sharing, digesters
 from outlast.checkpoint.save.streams import DeviceMoment
-from outlast.checkpoint.tiers.memory_folder import Claims, MemoryFolder, staged_file, write_whole
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
 from outlast.files import when_there_is_room
 
@@ -95,6 +95,16 @@ class _Copying:
                 entry = layout.entries[key]
                 if not is_marked(image[entry.begin : entry.end], self.marks[key]):
                     yield key
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A captured state whose tensors are still the live ones, with this rank's part in what ranks share."""
+
+    order: Order
+    captured: Captured
+    share: Share | None
+    began: float  # monotonic seconds
 
 
 class Stager:
@@ -156,11 +166,6 @@ class Stager:
         self._buffers.hand_over(sharing.buffers)
         sharing.prepare()
 
-    def keep_apart(self, keys: Collection[str]) -> None:
-        """Write these tensors again, because ranks do not hold them alike."""
-        if self._sharing is not None:
-            self._sharing.apart |= frozenset(keys)
-
     def close(self) -> None:
         """End the thread, after the copy that is under way, and let go of the buffers."""
         self._rest.put(None)
@@ -170,26 +175,38 @@ class Stager:
         if self._sharing is not None and self._sharing.buffers is not None:
             self._sharing.buffers.close()
 
+    def take(self, order: Order, state: Mapping[str, object]) -> Taken:
+        """Capture a state, and compare what ranks share of it; every rank does for the same orders.
+
+        Raises:
+            UsageError: something in the state of a rank cannot be saved exactly.
+            PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
+            ExchangeFailed: ranks did not answer.
+        """
+        began = time.monotonic()
+        captured, share = (
+            (capture(state), None) if self._sharing is None else self._sharing.share(state, order.step)
+        )
+        return Taken(order, captured, share, began)
+
     def stage(
-        self, order: Order, state: Mapping[str, object], timeout: float, lazily: bool = False
+        self, taken: Taken, state: Mapping[str, object], timeout: float, lazily: bool = False
     ) -> float | None:
         """Stage a state; return the seconds that were spent waiting for a buffer, None when none came free.
 
         Args:
-            order: what is to become of it.
+            taken: the state, and what is to become of it.
             state: the live objects.
             timeout: seconds to wait for a buffer.
             lazily: let what optimizers change be copied in the background.
 
         Raises:
-            UsageError: something in the state cannot be saved exactly.
             OSError: the memory folder refused.
         """
-        began = time.monotonic()
         self.fence()
-        captured = capture(state)
+        order, captured, share = taken.order, taken.captured, taken.share
+        began = time.monotonic()
         self.fingerprint = Fingerprint.of(captured)
-        share = None if self._sharing is None else self._sharing.share(captured, order.step)
         borrowed = {} if share is None else share.borrowed
         own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
         layout = self._lay_out(own, captured, order.step)
@@ -209,9 +226,7 @@ class Stager:
         moment = DeviceMoment(captured.tensors[key] for key in late)
         copying = _Copying(order, captured, layout, buffer, marks, moment, cursor, share)
         self._copy(self._threads, copying, captured.tensors.keys() - marks.keys())
-        if share is not None:
-            share.digest(late)
-        blocked = time.monotonic() - began
+        blocked = time.monotonic() - taken.began
         self._copied.clear()
         self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
         self._rest.put((copying, blocked))
@@ -291,8 +306,6 @@ class Stager:
         try:
             with copying.moment.awaited():
                 self._copy(1, copying, copying.marks)
-                if copying.share is not None:
-                    copying.share.digest_rest()
             self._copied.set()
             changed = next(copying.changed(), "")
             if changed:
@@ -315,6 +328,7 @@ class Stager:
         order, identity, layout = copying.order, self._identity, copying.layout
         memory = copying.buffer.memory
         memory[: len(layout.header)] = layout.header
+        share = copying.share
         record = {
             "run_id": identity.run_id,
             "step": order.step,
@@ -329,17 +343,18 @@ class Stager:
             "blocked": blocked,
             "waits_since": time.monotonic() if order.waits else None,
             "error": error,
+            "shared": 0 if share is None else len(share.layouts),
+            "writes": -1 if share is None else share.own,
         }
-        claims, borrowed = Claims(), dict[str, int]()
-        if copying.share is not None:
-            claims, borrowed = copying.share.claims(bool(error)), copying.share.borrowed
-            copying.share.leave_document(order.step, identity)
+        borrowed: Mapping[str, int] = {}
+        if share is not None:
+            borrowed = share.borrowed
+            share.leave_document(order.step, identity)
         document = rank_document(copying.captured, layout, order.step, identity, borrowed)
         path = copying.buffer.path
         write_whole(path.with_name(rank_files(identity.rank, identity.world_size).document), document)
-        lines = (text_of(record), text_of(vars(claims)))
         staged = path.with_name(staged_file(identity.rank, identity.world_size))
-        write_whole(staged, "\n".join(lines).encode())
+        write_whole(staged, text_of(record).encode())
         self._folder.ring()
 
 

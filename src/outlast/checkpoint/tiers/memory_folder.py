@@ -40,7 +40,6 @@ from outlast.checkpoint.policy.manifest import (
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMBERS, MEMORY_PREFIX
-from outlast.fields import whole
 
 STAGED = ".staged"
 _TRAININGS = "trainings"
@@ -246,7 +245,6 @@ class Status:
         port: where it listens for other nodes' writers; 0: it does not.
         replicated_step: the newest step of which every node's part is on other nodes, too; -1: none.
         global_step: of the newest copy that it brought to the global tier; -1: none.
-        apart: keys of tensors that ranks did not hold alike, as they should: each rank writes its own.
     """
 
     pid: int
@@ -260,7 +258,6 @@ class Status:
     port: int = 0
     replicated_step: int = -1
     global_step: int = -1
-    apart: tuple[str, ...] = ()
 
 
 def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> Path:
@@ -276,40 +273,6 @@ def default_root(run_id: str, folder: Path, node: str = "", base: str = "") -> P
     where = hashlib.sha256(os.fsencode(f"{os.path.realpath(folder)}\0{run_id}")).hexdigest()[:8]
     shown = re.sub(r"[^A-Za-z0-9._-]", "-", run_id)[:_SHOWN]  # it is the user's, and must lead nowhere
     return Path(base or shared) / f"{MEMORY_PREFIX}{os.geteuid()}-{shown}-{where}{node and f'-{node}'}"
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What a rank says of the files that all ranks share, in a copy that it has staged.
-
-    Args:
-        files: how many it borrows tensors from; 0: it borrows none.
-        writes: the number of the one that it has written; -1: none.
-        apart: keys of the tensors in them that it does not borrow.
-        digests: of the chunks of the others, by number, as hexadecimal numbers, from its own tensors.
-    """
-
-    files: int = 0
-    writes: int = -1
-    apart: tuple[str, ...] = ()
-    digests: Mapping[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Claims:
-        """Read the text of the claims.
-
-        Raises:
-            OSError: it is none.
-        """
-        try:
-            values = json.loads(text)
-            digests = {int(number): bytes.fromhex(one).hex() for number, one in values["digests"].items()}
-            files, writes = whole(values["files"], at_least=0), whole(values["writes"], at_least=-1)
-            return cls(files, writes, tuple(map(str, values["apart"])), digests)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise OSError(
-                f"what a rank staged is not as it was left: {text[:80]!r}; it is not used"
-            ) from error
 
 
 class MemoryFolder:
@@ -498,22 +461,13 @@ class Stage:
         return _by_step(self.staged)
 
     def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
-        """Return a rank's ``.staged`` record, None when it has none yet: the first line of the file."""
+        """Return a rank's ``.staged`` record, None when it has none yet."""
+        path = folder / staged_file(rank, world_size)
         try:
-            with open(self._open(folder / staged_file(rank, world_size)), "rb") as file:
-                found: dict[str, Any] = json.loads(file.readline(_RECORD_BYTES))
+            found: dict[str, Any] = json.loads(files.read_open(self._open(path), path, _RECORD_BYTES))
         except FileNotFoundError:
             return None
         return found
-
-    def claims(self, folder: Path, rank: int, world_size: int) -> Claims:
-        """Return the rest of that file: what the rank claims.
-
-        Raises:
-            OSError: it is not as a rank leaves it.
-        """
-        _, _, rest = self.read(folder / staged_file(rank, world_size)).partition(b"\n")
-        return Claims.from_json(rest)
 
     def _open(self, path: Path) -> int:
         return files.open_private(path) if self.private else files.open_regular(path)
@@ -542,8 +496,7 @@ class Stage:
     def amend(self, folder: Path, changes: Mapping[str, object]) -> None:
         """Change what the ranks' records say of a copy in memory."""
         for path in folder.glob(f"*{STAGED}"):
-            line, _, claims = self.read(path).partition(b"\n")
-            write_whole(path, json.dumps({**json.loads(line), **changes}).encode() + b"\n" + claims)
+            write_whole(path, json.dumps({**json.loads(self.read(path)), **changes}).encode())
 
     def give_up(self, folder: Path, keep: Mapping[str, int]) -> None:
         """Take a copy apart: its buffers go back to their pools, the rest is removed.

@@ -20,7 +20,6 @@ from outlast.checkpoint.content.digest import file_digest
 from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Sent, Written
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, place_of, some
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
-from outlast.checkpoint.policy.sharing import ALL
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal, Throttle
 from outlast.checkpoint.replica.handshake import Credentials
@@ -517,10 +516,7 @@ class TeamKeeper(CopyCommitter):
                 failing=answer.failing,
                 error=answer.error,
             )
-        apart = self.status.apart
-        if answer.apart and ALL not in apart:
-            apart = (*apart, ALL)
-        self.status = replace(self.status, replicated_step=self._member.answer.replicated, apart=apart)
+        self.status = replace(self.status, replicated_step=self._member.answer.replicated)
 
     def _prune_own(self) -> None:
         together = self.members.together

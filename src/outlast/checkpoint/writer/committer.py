@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,12 +36,10 @@ from outlast.checkpoint.policy.manifest import (
     some,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.policy.sharing import ALL, chunks_of, differing, in_chunks
-from outlast.checkpoint.policy.table import Shard, place_in_meshes
+from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.replica.frames import Throttle
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
-    Claims,
     Members,
     Stage,
     Status,
@@ -52,7 +50,7 @@ from outlast.checkpoint.tiers.memory_folder import (
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, names_of, write_copy
-from outlast.errors import OutlastError
+from outlast.errors import CheckpointError, OutlastError
 from outlast.fields import Fields
 from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
@@ -61,19 +59,6 @@ _PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 _SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
 Staged = Mapping[int, dict[str, Any]]
-
-
-class Unlike(Exception):
-    """Ranks do not hold alike what is written once for all of them.
-
-    Args:
-        text: which do not, and what.
-        keys: of the tensors that each rank must write itself from now on.
-    """
-
-    def __init__(self, text: str, keys: Collection[str]) -> None:
-        super().__init__(text)
-        self.keys = tuple(sorted(keys))
 
 
 @dataclass(frozen=True)
@@ -86,22 +71,18 @@ class _Sealed:
     fields: Fields  # of the document
 
 
-def shared_files(stage: Stage, folder: Path, staged: Staged) -> int:
+def shared_files(staged: Staged) -> int:
     """Return the number of shared files that the staged states refer to.
 
     Raises:
-        Unlike: one of these files was not written.
-        OSError: the file system refused.
+        CheckpointError: one of these files was not written.
     """
-    said = {rank: stage.claims(folder, rank, one["world_size"]) for rank, one in staged.items()}
-    count = max(claims.files for claims in said.values())
-    lacking = set(range(count)) - {claims.writes for claims in said.values()}
+    count: int = max(record["shared"] for record in staged.values())
+    lacking = set(range(count)) - {record["writes"] for record in staged.values()}
     if lacking:
-        borrowers = some([rank for rank, claims in said.items() if claims.files])
-        raise Unlike(
-            f"no rank wrote {some(alike_files(number, count)[0] for number in lacking)}, from which rank"
-            f" {borrowers} borrows tensors; from now on each rank writes all of its own",
-            (ALL,),
+        raise CheckpointError(
+            f"no rank of this node wrote {some(alike_files(number, count)[0] for number in lacking)}, which"
+            f" rank {some([rank for rank, record in staged.items() if record['shared']])} shares"
         )
     return count
 
@@ -120,53 +101,20 @@ def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int, threads:
         Fields of the manifest about the files of the ranks and the shared files.
 
     Raises:
-        Unlike: a rank does not hold what it borrows.
         DamagedCopy: a document is not as a rank leaves it.
         CheckpointMismatch: an outlast with another format has left it.
         OSError: the file system refused.
     """
     files = [_seal(stage, folder, alike_files(number, shared), threads) for number in range(shared)]
-    own = []
-    for rank in sorted(staged):
-        world_size = staged[rank]["world_size"]
-        claims = stage.claims(folder, rank, world_size)
-        if claims.files:
-            _require_held(rank, claims, files)
-        own.append(_seal(stage, folder, rank_files(rank, world_size), threads))
+    own = [
+        _seal(stage, folder, rank_files(rank, staged[rank]["world_size"]), threads) for rank in sorted(staged)
+    ]
     contents = runs_of([contents_of(one.names.document, one.fields.values) for one in own])
     return {
         "own": tuple(one.row for one in own),
         "shared": tuple(one.row for one in files),
         "contents": contents,
     }
-
-
-def _require_held(rank: int, claims: Claims, files: Sequence[_Sealed]) -> None:
-    """Check that a rank holds, bit for bit, what others wrote for it.
-
-    Raises:
-        Unlike: it does not.
-    """
-    for number, file in enumerate(files):
-        if number == claims.writes:
-            continue
-        unlike = set(differing(file.digests, bytes.fromhex(claims.digests.get(number, ""))))
-        if not unlike:
-            continue
-        entries = Shard.of(file.fields, file.row.entries(file.names)[0], file.row).tensors
-        keys = in_chunks(entries, unlike)
-        apart = entries.keys() & set(claims.apart)
-        explained = {one for key in apart for one in chunks_of(entries[key])}
-        if keys <= apart and unlike <= explained:
-            continue
-        about = {one for key in keys for one in chunks_of(entries[key])}
-        beside = in_chunks(entries, about)  # they are in chunks that may differ later
-        raise Unlike(
-            f"rank {rank} does not hold what another rank of this node wrote for all ({some(keys - apart)} in"
-            f" {file.names.tensors}): ranks that should hold the same do not, which may be silent corruption;"
-            " from now on each rank writes these tensors itself",
-            beside or (ALL,),
-        )
 
 
 def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
@@ -239,7 +187,7 @@ class CopyCommitter:
         lease: str = "",
     ) -> None:
         self.members = members
-        self.status = replace(status, durable_step=-1, lost_step=-1, apart=())
+        self.status = replace(status, durable_step=-1, lost_step=-1)
         self._disk = disk
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
@@ -501,10 +449,6 @@ class CopyCommitter:
             except (OSError, OutlastError) as error:
                 self._lost(first["step"], f"{self._stage.root}: {error}", staged)
                 self._give_up(folder)
-            except Unlike as error:
-                self.status = replace(self.status, apart=(*self.status.apart, *error.keys))
-                self._lost(first["step"], str(error), staged)
-                self._give_up(folder)
         return True
 
     def _commit(self, name: str, session: str, staged: Staged) -> None:
@@ -512,7 +456,7 @@ class CopyCommitter:
         first = staged[min(staged)]
         self._take_urgency(first)
         step, generation = place_of(name)
-        shared = shared_files(self._stage, folder, staged)
+        shared = shared_files(staged)
         ahead = self._write_ahead(name, folder, staged, shared)
         sealed = False
         try:
