@@ -39,7 +39,8 @@ class Staging:
 
     def content(self, step: int, state: dict[str, object], lazily: bool = False) -> dict[str, Any]:
         """Stage a state; return what the files say of it, by name."""
-        assert self.stager.stage(Order(step, False, "a test"), state, DEADLINE, lazily) is not None
+        taken = self.stager.take(Order(step, False, "a test"), state)
+        assert self.stager.stage(taken, state, DEADLINE, lazily) is not None
         self.stager.fence()
         folder = self.stage.staging(copy_name(step, 1), "session")
         names = rank_files(0, 1)

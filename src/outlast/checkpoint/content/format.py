@@ -18,7 +18,7 @@ import torch
 
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import chunk_digests
-from outlast.checkpoint.content.memory import allocate, as_tensor
+from outlast.checkpoint.content.memory import allocate, as_tensor, uncollected
 from outlast.checkpoint.content.rank_file import document_of, text_of, whose_file
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.transfers import copy_tensors
@@ -71,6 +71,7 @@ class Layout:
     listing: str
 
 
+@uncollected()
 def lay_out(
     tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str], pieces: Mapping[str, Piece] = _NO_PIECES
 ) -> Layout:

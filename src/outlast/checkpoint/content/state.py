@@ -36,6 +36,7 @@ from outlast.checkpoint.content.codecs import (
     unsupported,
 )
 from outlast.checkpoint.content.flags import Flags, flags_of
+from outlast.checkpoint.content.memory import uncollected
 from outlast.checkpoint.content.typed_forms import DEPTH, Json
 from outlast.checkpoint.content.typed_json import Encoder, Path, form_of
 from outlast.checkpoint.policy.manifest import first_few
@@ -277,6 +278,7 @@ def _require_holder(name: str, value: object) -> None:
         )
 
 
+@uncollected()
 def capture(state: Mapping[str, object]) -> Captured:
     """Take a state apart, with the random states of this process.
 

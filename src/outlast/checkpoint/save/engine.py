@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from outlast import _torch_compat
-from outlast.checkpoint.content.format import lay_out, notes_of
 from outlast.checkpoint.content.memory import share_of_processors
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.context import SaveContext
@@ -37,7 +36,7 @@ from outlast.checkpoint.save.rendezvous import (
     introduce,
 )
 from outlast.checkpoint.save.sharing import Sharing, compare
-from outlast.checkpoint.save.staging import Order, Stager
+from outlast.checkpoint.save.staging import LayOut, Order, Stager, lay_out_rank
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import is_locked
 from outlast.errors import CheckpointError, SaveFailed
@@ -104,7 +103,7 @@ class Engine:
         self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
 
         def nbytes() -> int:
-            self._nbytes = self._expected(state)
+            self._nbytes = self._expected(state, lay_out_rank(around.identity))
             return self._nbytes
 
         members = self._members = meeting.hold(nbytes, avoid)
@@ -137,7 +136,7 @@ class Engine:
             agreed = self._around.rounds.hold("sized", lambda: {"sized": sized})
             if all(report.data["sized"] for report in agreed.reports):
                 self._share(state)
-        self._stager.prepare(self._expected(state))
+        self._stager.prepare(self._expected(state, self._stager.lay_out))
 
     @property
     def ready(self) -> bool:
@@ -178,11 +177,11 @@ class Engine:
             " once a node; digests are compared at every save",
         )
 
-    def _expected(self, state: Mapping[str, object]) -> int:
+    def _expected(self, state: Mapping[str, object], lay_out: LayOut) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
         captured = capture(state)
         own = {key: one for key, one in captured.tensors.items() if key not in self._shared}
-        nbytes = lay_out(own, notes_of(0, self._around.identity), captured.pieces).nbytes
+        nbytes = lay_out(own, captured.pieces, 0).nbytes
         for holder in state.values():
             if isinstance(holder, torch.optim.Optimizer) and not holder.state:
                 groups = (one for group in holder.param_groups for one in group["params"])

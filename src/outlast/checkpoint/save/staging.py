@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.codecs import local_of
+from outlast.checkpoint.content.codecs import Piece, local_of
 from outlast.checkpoint.content.format import (
     Layout,
     lay_out,
@@ -107,6 +107,27 @@ class Taken:
     began: float  # monotonic seconds
 
 
+LayOut = Callable[[Mapping[str, torch.Tensor], Mapping[str, Piece], int], Layout]
+
+
+def lay_out_rank(identity: Identity) -> LayOut:
+    """Return what places a rank's own tensors in its file: as the last time, if their forms are equal.
+
+    It takes the tensors by key, the pieces among them, and the step.
+    """
+    known: list[tuple[list[tuple[Any, ...]], dict[str, str], Layout]] = []
+
+    def place(own: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], step: int) -> Layout:
+        notes = notes_of(step, identity)
+        kinds = [(key, one.dtype, one.shape, one.stride(), pieces.get(key)) for key, one in own.items()]
+        if known and known[0][0] == kinds:
+            return readdress(known[0][2], known[0][1], notes)
+        known[:] = [(kinds, notes, lay_out(own, notes, pieces))]
+        return known[0][2]
+
+    return place
+
+
 class Stager:
     """Stages one rank's states.
 
@@ -145,7 +166,7 @@ class Stager:
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
         self._untold: OSError | None = None
         self.replays = False  # a CUDA graph steps an optimizer
-        self._known: tuple[list[tuple[Any, ...]], dict[str, str], Layout] | None = None
+        self.lay_out = lay_out_rank(identity)
         self._sharing: Sharing | None = None
         self.fingerprint: Fingerprint | None = None  # of the latest state
         self.began = ""  # the copy that this generation began from
@@ -209,7 +230,7 @@ class Stager:
         self.fingerprint = Fingerprint.of(captured)
         borrowed = {} if share is None else share.borrowed
         own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
-        layout = self._lay_out(own, captured, order.step)
+        layout = self.lay_out(own, captured.pieces, order.step)
         name = copy_name(order.step, self._identity.generation)
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
@@ -242,18 +263,6 @@ class Stager:
             raise
         self._buffers.give_back(first)
         return False
-
-    def _lay_out(self, own: Mapping[str, torch.Tensor], captured: Captured, step: int) -> Layout:
-        """Return where a rank's own tensors go: as the last time, if their forms are equal."""
-        notes = notes_of(step, self._identity)
-        kinds = [
-            (key, one.dtype, one.shape, one.stride(), captured.pieces.get(key)) for key, one in own.items()
-        ]
-        if self._known is not None and self._known[0] == kinds:
-            return readdress(self._known[2], self._known[1], notes)
-        layout = lay_out(own, notes, captured.pieces)
-        self._known = (kinds, notes, layout)
-        return layout
 
     def until_copied(self) -> None:
         """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
