@@ -127,9 +127,10 @@ def test_a_copy_that_cannot_be_read_is_named_and_the_one_before_it_is_loaded(
         "load": [str(SCRIPT), str(run)],
         "verify": ["-m", "outlast", "ckpt", "verify", str(run), "--all"],
     }
-    rule = "read,pread64,preadv,preadv2,mmap:error=EIO"
-    tracer = ["strace", "-f", "-o", os.devnull, "-P", str(newest), "-e", f"inject={rule}", sys.executable]
-    command_line = [*tracer, *words[command]]
+    calls = "read,pread64,preadv,preadv2,mmap"
+    tracer = ["strace", "-f", "--seccomp-bpf", "-o", os.devnull, "-P", str(newest)]
+    tracer += ["-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO"]
+    command_line = [*tracer, sys.executable, *words[command]]
     done = subprocess.run(command_line, capture_output=True, text=True, timeout=DEADLINE, check=False)
     if command == "load":
         (found,) = said(done.stdout)
