@@ -97,6 +97,11 @@ class Checkpointer:
         """Whether a save of this rank need not wait for the pages of a buffer."""
         return self._engine.ready
 
+    @property
+    def waited(self) -> float:
+        """Seconds of the latest save in which this rank waited for the others."""
+        return self._engine.waited
+
     def changed(self, step: int, state: Mapping[str, object]) -> list[str]:
         """Return what has changed since this process saved a step; nothing where it has not saved it."""
         return self._engine.changed(step, state)

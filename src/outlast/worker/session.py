@@ -703,7 +703,8 @@ class Session:
             began = self._in_memory.settle(self._clock.monotonic)
             self._save_state(checkpointer, why, durable=False)
             now = self._clock.monotonic()
-            self._in_memory.saved(now - began, checkpointer.exchange, now)
+            seconds = now - began - checkpointer.waited  # the next step would have waited as long
+            self._in_memory.saved(seconds, checkpointer.exchange, now)
         self._page.touch()
 
     def _wait_for_disk(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content import tensor_digest
-from outlast.checkpoint.content.tensor_digest import _on_host, _sums, digests_of
+from outlast.checkpoint.content.tensor_digest import _on_host, _sums, digest_of_copy, digests_of
 from tests.support.calls import Calls, until_a_number_is_read
 
 
@@ -83,3 +85,28 @@ def test_of_a_plain_tensor_on_the_host_no_other_tensor_is_made() -> None:
     with Calls() as seen:
         digests_of(tensors)
     assert not seen.counts
+
+
+def test_the_default_device_of_a_script_changes_nothing() -> None:
+    tensor = torch.arange(300, dtype=torch.uint8)
+    expected = _of(tensor)
+    tensor_digest._odd_numbers.cache_clear()
+    with torch.device("meta"):
+        assert _of(tensor) == expected
+        (octets,) = tensor_digest._fetched([tensor])
+    assert torch.equal(octets, tensor)
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("threads", [map, ThreadPoolExecutor(3).map])
+def test_a_copy_has_the_digest_of_its_tensor_whatever_its_size(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: Any
+) -> None:
+    monkeypatch.setattr(tensor_digest, "_PIECE", 64)
+    tensors = [torch.arange(nbytes, dtype=torch.uint8), torch.arange(2 * nbytes, dtype=torch.uint8)[::2]]
+    numbers = digests_of(tensors, threads)
+    assert numbers == [digest_of_copy(one.contiguous(), one) for one in tensors]
+    assert numbers == digests_of([one.clone() for one in tensors])
+    changed = tensors[0].clone()
+    changed[nbytes // 2] ^= 1
+    assert digests_of([changed]) != numbers[:1]

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.save.sharing import Sharing
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
@@ -37,11 +38,12 @@ class Replica:
 
     def __init__(self, rank: int, alike: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
         self.rank = rank
+        self.extra: dict[str, object] = {}
         self.tensors = {**{f"a.{key}": one.clone() for key, one in alike.items()}, **own}
 
     @property
     def state(self) -> dict[str, object]:
-        return {"box": self.tensors}
+        return {"box": self.tensors, **self.extra}
 
     def content(self) -> dict[str, bytes]:
         return {key: bytes_of(one) for key, one in self.tensors.items()}
@@ -409,3 +411,74 @@ def test_a_generation_after_one_that_shared_makes_no_buffers_for_whole_states(
     assert [node.stage.free(str(rank)) for rank in range(2)] == [[], []]
     node.save(jobs, 2)
     assert tensor_bytes(node.committed(2)) < 1.5 * 3 * KIB * KIB
+
+
+def test_what_is_written_is_what_was_compared(
+    make: Callable[[], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1)
+    node.committed(1)
+    share = Sharing.share
+
+    def changed(self: Sharing, state: Any, step: int) -> Any:
+        """A thread of the script writes to a tensor of rank 0 after ranks have compared."""
+        found = share(self, state, step)
+        if self._identity.rank == 0:
+            for one in jobs[0].tensors.values():
+                flip(one)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sharing, "share", changed)
+        node.save(jobs, 2, durable=True)
+    assert not any(saver.durable(2) for saver in node.savers)
+    assert "was changed while it was copied" in node.lost()
+    node.save(jobs, 3, durable=True)
+    assert all(saver.durable(3) for saver in node.savers)
+
+
+def test_a_difference_that_lasts_is_not_compared_any_more(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1), "moment": big(2)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1)
+    flip(jobs[1].tensors["a.weight"])
+    for step in range(2, 7):
+        node.save(jobs, step)
+    jobs[1].tensors["a.weight"].copy_(jobs[0].tensors["a.weight"])
+    node.save(jobs, 7, durable=True)
+    assert all(saver.durable(7) for saver in node.savers)
+    assert 9 << 20 < tensor_bytes(node.durable.folder / copy_name(7, 1)) < 10 << 20
+    fresh = blank(jobs)
+    assert node.read(fresh) == [7, 7]
+    assert [one.content() for one in fresh] == [one.content() for one in jobs]
+
+
+def test_a_refusal_of_the_system_on_one_rank_costs_the_save_of_all(make: Callable[[], Ranks]) -> None:
+    class Box:
+        """An object whose state cannot be read once."""
+
+        refuses = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.refuses:
+                raise OSError(5, "a disk of the script")
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1)}, {}) for rank in range(2)]
+    boxes = [Box(), Box()]
+    for job, box in zip(jobs, boxes, strict=True):
+        job.extra = {"counts": box}
+    node.join(jobs)
+    node.save(jobs, 1)
+    boxes[1].refuses = True
+    assert staged(node.savers, jobs, Order(2, False, "a test")) == [False, False]
+    boxes[1].refuses = False
+    node.save(jobs, 3, durable=True)
+    assert all(saver.durable(3) for saver in node.savers)

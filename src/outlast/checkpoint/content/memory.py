@@ -33,8 +33,8 @@ def uncollected() -> Iterator[None]:
     With 40,000 tensors the searches took as long again as the rest of a capture, and longer than a layout.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

@@ -53,15 +53,30 @@ def digests_of(tensors: Sequence[torch.Tensor], spread: Callable[..., Iterable[i
         found[at] = each[0] if len(each) == 1 else xxh3_64_intdigest(struct.pack(f"<{len(each)}Q", *each))
     for at, octets in zip(small, _fetched([own[at] for at in small]), strict=True):
         found[at] = _digest(octets)
-    for at, numbers in zip(large, _on_host(sums), strict=True):
-        nbytes = own[at].numel() * own[at].element_size()
-        found[at] = xxh3_64_intdigest(struct.pack(f"<{len(numbers) + 1}q", nbytes, *numbers))
+    for at, each in zip(large, _on_host(sums), strict=True):
+        found[at] = _of_sums(own[at].numel() * own[at].element_size(), each)
     return found
 
 
+def digest_of_copy(octets: torch.Tensor, tensor: torch.Tensor) -> int:
+    """Return what :func:`digests_of` returns of a plain tensor, from bytes in host memory.
+
+    Args:
+        octets: the bytes.
+        tensor: it tells the device alone.
+    """
+    if tensor.is_cpu:
+        return digests_of([octets])[0]
+    return _digest(octets) if octets.numel() < SMALL else _of_sums(octets.numel(), _sums(octets).tolist())
+
+
+def _of_sums(nbytes: int, sums: Sequence[int]) -> int:
+    return xxh3_64_intdigest(struct.pack(f"<{len(sums) + 1}q", nbytes, *sums))
+
+
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a tensor in host memory in pieces for several threads, where its bytes lie in order."""
-    if tensor.nbytes <= _PIECE or type(tensor) not in _PLAIN or not is_plain(tensor):
+    """Return a tensor in host memory in pieces for several threads."""
+    if tensor.numel() * tensor.element_size() <= _PIECE:
         return (tensor,)
     return torch.split(octets_of(tensor), _PIECE)
 
@@ -107,7 +122,7 @@ def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     sizes = [one.numel() * one.element_size() for one in tensors]
     begins = [0, *itertools.accumulate(sizes)]
-    image = torch.empty(begins.pop(), dtype=torch.uint8)
+    image = torch.empty(begins.pop(), dtype=torch.uint8, device="cpu")
     Transfers(zip(tensors, begins, strict=True), image).finish(1)
     return [image[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
@@ -129,7 +144,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 def _odd_numbers(device: torch.device) -> torch.Tensor:
     """Return the odd number of each place of a chunk; equal in all processes."""
     generator = torch.Generator().manual_seed(_SEED)
-    some = torch.randint(-(2**63), 2**63 - 1, (_CHUNK // _WORD,), generator=generator)
+    some = torch.randint(-(2**63), 2**63 - 1, (_CHUNK // _WORD,), generator=generator, device="cpu")
     return (some | 1).to(device)
 
 

@@ -285,7 +285,7 @@ def _complete(told: Mapping[str, Written]) -> Complete:
     if unlike:
         errors.append(
             f"the shared files of nodes {written[0]} and {some(unlike)} differ, though their ranks held the"
-            " same tensors: the copy in the memory of one of these nodes is damaged"
+            " same tensors; the copy is not used"
         )
     return Complete(
         first.name,

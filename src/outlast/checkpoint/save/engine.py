@@ -35,7 +35,7 @@ from outlast.checkpoint.save.rendezvous import (
     SaveRendezvous,
     introduce,
 )
-from outlast.checkpoint.save.sharing import Sharing, compare
+from outlast.checkpoint.save.sharing import Sharing, compare, digesters
 from outlast.checkpoint.save.staging import LayOut, Order, Stager, lay_out_rank
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import is_locked
@@ -107,7 +107,7 @@ class Engine:
             return self._nbytes
 
         members = self._members = meeting.hold(nbytes, avoid)
-        threads = share_of_processors(len(members.ranks))
+        threads = self._threads = share_of_processors(len(members.ranks))
         self._speaks = around.identity.rank == members.ranks[0]
         stage = Stage(members.stage, members.private)
         self._stage = stage
@@ -139,6 +139,11 @@ class Engine:
         self._stager.prepare(self._expected(state, self._stager.lay_out))
 
     @property
+    def waited(self) -> float:
+        """Seconds of the latest save in which this rank waited for the others."""
+        return self._stager.waited
+
+    @property
     def ready(self) -> bool:
         """Whether a save of this rank need not wait for the pages of a buffer."""
         return self._stager.ready
@@ -153,7 +158,8 @@ class Engine:
         around, members = self._around, self._members
         self._compared = True
         lasting = {name: one for name, one in state.items() if not getattr(one, "outlast_optional", False)}
-        held = compare(around.rounds, around.leads, lasting)
+        spread = digesters(self._threads).map
+        held = compare(around.rounds, around.leads, lasting, spread)
         if not held:
             return
         nodes = (
@@ -168,7 +174,7 @@ class Engine:
             around.record(Note, reason=text)
 
         self._shared = frozenset(held)
-        sharing = Sharing(around.identity, around.rounds, held, files, own, buffers, report)
+        sharing = Sharing(around.identity, around.rounds, held, files, own, buffers, spread, report)
         self._stager.share(sharing)
         nbytes = sum(one.numel() * one.element_size() for one in held.values())
         around.record(
@@ -272,15 +278,20 @@ class Engine:
             state: the live objects.
 
         Raises:
-            UsageError: something in the state cannot be saved exactly.
+            UsageError: something in the state of a rank cannot be saved exactly.
             SaveFailed: too many durable saves in a row were lost.
+            PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
+            ExchangeFailed: ranks that share tensors did not answer.
         """
         around = self._around
         if not self._compared:
             self._share(state)
         again = self._staged if self._staged is not None and self._staged.step == order.step else None
-        # Before anything that may fail on this rank alone: the others wait for it.
-        taken = None if again is not None else self._stager.take(order, state)
+        began = time.monotonic()
+        try:  # before anything that may fail on this rank alone: the others wait for it
+            taken = None if again is not None else self._stager.take(order, state)
+        except OSError as error:
+            return self._lost(order, str(error), time.monotonic() - began)
         status = self._heard(order.durable)
         self._keep_saver()
         self._require_hope(status)

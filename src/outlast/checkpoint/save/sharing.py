@@ -9,7 +9,8 @@ writes into its own file.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from outlast.agreement.worker.reports import Agreed, Rounds
+from outlast.agreement.worker.reports import Agreed, Outcome, Rounds
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
 from outlast.checkpoint.content.rank_file import document_of, whose_alike
 from outlast.checkpoint.content.state import Captured, capture
@@ -29,6 +30,9 @@ from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.tiers.memory_folder import write_whole
 from outlast.errors import CheckpointError
 
+_UNLIKE_SAVES = 3  # in a row, after which tensors are not compared any more
+Spread = Callable[..., Iterable[int]]
+
 
 def notes_of_alike(step: int, identity: Identity) -> dict[str, str]:
     """Return what the header of such a file says besides its tensors."""
@@ -36,12 +40,14 @@ def notes_of_alike(step: int, identity: Identity) -> dict[str, str]:
 
 
 @functools.cache
-def digesters() -> ThreadPoolExecutor:
-    """Return the threads that take digests."""
-    return ThreadPoolExecutor(torch.get_num_threads(), "digest")
+def digesters(threads: int) -> ThreadPoolExecutor:
+    """Return the threads that take digests while training stands still."""
+    return ThreadPoolExecutor(threads, "digest")
 
 
-def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def compare(
+    rounds: Rounds, leads: bool, state: Mapping[str, object], spread: Spread
+) -> dict[str, torch.Tensor]:
     """Return what all ranks hold alike, the live tensors by key; every rank calls it at the same time.
 
     Parts of distributed tensors are not among it: a rank has those for itself.
@@ -50,6 +56,7 @@ def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[st
         rounds: of the ranks.
         leads: this is rank 0.
         state: the live objects.
+        spread: like ``map``; may call in several threads.
 
     Raises:
         UsageError: something in the state of a rank cannot be saved exactly.
@@ -66,7 +73,11 @@ def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[st
             for key, one in captured.tensors.items()
             if key not in captured.pieces and one.numel() * one.element_size() >= LEAST_BYTES
         )
-        mine.update(_digests(tensors))
+        numbers = digests_of(list(tensors.values()), spread)
+        mine.update(
+            (key, f"{number:016x} {dtype_name(one.dtype)}{list(one.shape)}{order_of(one) or ''}")
+            for (key, one), number in zip(tensors.items(), numbers, strict=True)
+        )
         return {"digests": sorted(mine.items())} if leads else {}
 
     said = _fine(rounds.hold("digests", digests))
@@ -74,16 +85,10 @@ def compare(rounds: Rounds, leads: bool, state: Mapping[str, object]) -> dict[st
     return {key: tensors[key] for key in found}
 
 
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a digest of type, shape, memory order and bytes of each tensor, by key."""
-    numbers = digests_of(list(tensors.values()), digesters().map)
-    return {
-        key: f"{number:016x} {dtype_name(one.dtype)}{list(one.shape)}{order_of(one) or ''}"
-        for (key, one), number in zip(tensors.items(), numbers, strict=True)
-    }
-
-
 def _fine(agreed: Agreed) -> Agreed:
+    """Return a round in which every rank's part went well; a refusal by the system costs the save only."""
+    if agreed.worst[1].outcome is Outcome.SYSTEM:
+        raise OSError(agreed.text)
     agreed.raise_common(CheckpointError)
     return agreed
 
@@ -115,6 +120,7 @@ class Sharing:
         files: among how many files it is divided at most.
         own: the number of the one that this rank writes, if there are as many.
         buffers: returns those for a file, by its number and how many files there are.
+        spread: like ``map``; may call in several threads.
         report: takes a sentence when ranks begin or cease to differ.
     """
 
@@ -126,10 +132,12 @@ class Sharing:
         files: int,
         own: int,
         buffers: Callable[[int, int], Buffers],
+        spread: Spread,
         report: Callable[[str], object],
     ) -> None:
         self._identity = identity
         self._rounds = rounds
+        self._spread = spread
         self._report = report
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
         self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
@@ -138,8 +146,11 @@ class Sharing:
         self._layouts = [lay_out({key: held[key] for key in keys}, self._notes) for keys in self._files]
         self.buffers = None if self._own < 0 else buffers(self._own, len(self._files))
         self._step = -1  # of the latest save
-        self._mine: dict[str, str] = {}  # digests of this rank at that save, of what ranks may hold alike
+        self._mine: dict[str, int] = {}  # digests of this rank at that save, of what ranks may hold alike
         self._alike = frozenset(held)  # what ranks held alike at that save
+        self._laid_out = self._alike  # what the layouts have
+        self._unlike_saves = 0  # in a row, with the same tensors
+        self.waited = 0.0  # seconds, for the other ranks at that save
 
     def prepare(self) -> None:
         """Begin to make the buffers that will be needed."""
@@ -158,59 +169,71 @@ class Sharing:
         Raises:
             UsageError: something in the state of a rank cannot be saved exactly.
             PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
+            OSError: it raised that on some rank.
             ExchangeFailed: ranks did not answer.
         """
+        self.waited = 0.0
         if step == self._step:
             captured = capture(state)
             same = self._digests(captured) == self._mine
-            return captured, self._part(captured, step) if same else _NO_PART
+            return captured, self._part(captured, step) if same else NO_PART
         taken: list[Captured] = []
+        arrived = time.monotonic()
 
         def digest() -> dict[str, Any]:
+            nonlocal arrived
             taken.append(capture(state))
             self._mine = self._digests(taken[0])
+            arrived = time.monotonic()
             return {"digest": xxh3_64_hexdigest(repr(list(self._mine.items())).encode())}
 
         said = _fine(self._rounds.hold("compared", digest))
-        before, self._step, self._alike = self._alike, step, frozenset(self._mine)
+        self.waited = time.monotonic() - arrived
+        before, self._alike = self._alike, frozenset(self._mine)
         if len({report.data["digest"] for report in said.reports}) > 1:
-            self._find_alike(before)
+            self._find_alike(before, step)
         elif before < self._alike == self._forms.keys():
             self._report(f"step {step}: ranks hold alike again what they should, and write it once")
+        self._step = step
+        self._unlike_saves = self._unlike_saves + 1 if before == self._alike < self._forms.keys() else 0
+        if self._unlike_saves == _UNLIKE_SAVES:
+            self._forms = {key: form for key, form in self._forms.items() if key in self._alike}
         return taken[0], self._part(taken[0], step)
 
-    def _digests(self, captured: Captured) -> dict[str, str]:
+    def _digests(self, captured: Captured) -> dict[str, int]:
         """Return the digests of the tensors that still have the form in which ranks held them alike."""
-        forms = self._forms.items()
-        return _digests(
-            {key: captured.tensors[key] for key, form in forms if form == _form_of(captured, key)}
-        )
+        same = {
+            key: captured.tensors[key] for key, form in self._forms.items() if form == _form_of(captured, key)
+        }
+        return dict(zip(same, digests_of(list(same.values()), self._spread), strict=True))
 
-    def _find_alike(self, before: Collection[str]) -> None:
+    def _find_alike(self, before: Collection[str], step: int) -> None:
         """Find out what all ranks hold alike where that is not everything."""
-        mine, leads = self._mine, self._identity.rank == 0
+        mine = {key: f"{number:016x}" for key, number in self._mine.items()}
+        leads = self._identity.rank == 0
         said = _fine(self._rounds.hold("digests", lambda: {"digests": sorted(mine.items())} if leads else {}))
         found, ranks = _held_by_all(self._rounds, said.reports[0].data["digests"], mine)
         self._alike = frozenset(found)
         if self._alike != before:
-            apart = some(self._forms.keys() - self._alike)
+            apart, who = some(self._forms.keys() - self._alike), f" (rank {some(ranks)} not as rank 0)"
             self._report(
-                f"step {self._step}: ranks do not hold {apart} alike, as they did before (rank {some(ranks)}"
-                " not as rank 0), which may be silent corruption; each rank writes its own until they do"
+                f"step {step}: ranks do not hold {apart} alike any more{who if ranks else ''}, which may be"
+                f" silent corruption; each rank writes its own, after {_UNLIKE_SAVES} such saves for good"
             )
 
     def _part(self, captured: Captured, step: int) -> Share:
-        notes, alike = notes_of_alike(step, self._identity), self._alike
-        if len(alike) == len(self._forms):
-            self._layouts = layouts = [readdress(layout, self._notes, notes) for layout in self._layouts]
-            self._notes = notes
+        notes = notes_of_alike(step, self._identity)
+        if self._alike == self._laid_out:
+            self._layouts = [readdress(layout, self._notes, notes) for layout in self._layouts]
         else:
-            layouts = [
-                lay_out({key: captured.tensors[key] for key in keys if key in alike}, notes)
-                for keys in self._files
-            ]
-        borrowed = {key: number for number, layout in enumerate(layouts) for key in layout.entries}
-        return Share(tuple(layouts), self._own, borrowed, self.buffers) if borrowed else _NO_PART
+            here = [[key for key in keys if key in self._alike] for keys in self._files]
+            self._layouts = [lay_out({key: captured.tensors[key] for key in keys}, notes) for keys in here]
+            self._laid_out = self._alike
+        self._notes = notes
+        borrowed = {key: number for number, layout in enumerate(self._layouts) for key in layout.entries}
+        if not borrowed:
+            return NO_PART
+        return Share(tuple(self._layouts), self._own, borrowed, self._mine, self.buffers)
 
 
 def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
@@ -228,19 +251,21 @@ class Share:
         layouts: of all files that ranks share.
         own: the number of the one that this rank writes; -1: none.
         borrowed: the tensors in them: number of the file, by key.
+        digests: of what this rank held when ranks compared, by key.
         buffers: of the file that this rank writes.
     """
 
     layouts: tuple[Layout, ...]
     own: int
     borrowed: Mapping[str, int]
+    digests: Mapping[str, int]
     buffers: Buffers | None
     _buffer: Buffer | None = None
 
     @property
-    def written(self) -> tuple[Layout, Buffer] | None:
-        """The file that this rank writes."""
-        return None if self._buffer is None else (self.layouts[self.own], self._buffer)
+    def written(self) -> list[tuple[Layout, Buffer]]:
+        """The file that this rank writes, if it writes one."""
+        return [] if self._buffer is None else [(self.layouts[self.own], self._buffer)]
 
     @property
     def written_keys(self) -> Collection[str]:
@@ -273,4 +298,4 @@ class Share:
             write_whole(self._buffer.path.with_name(alike_files(*place).document), document)
 
 
-_NO_PART = Share((), -1, {}, None)
+NO_PART = Share((), -1, {}, {}, None)

@@ -13,7 +13,7 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,13 @@ from outlast.checkpoint.content.format import (
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
 from outlast.checkpoint.content.state import Captured, capture
-from outlast.checkpoint.content.tensor_digest import Mark, is_marked, marks_of
+from outlast.checkpoint.content.tensor_digest import Mark, digest_of_copy, is_marked, marks_of
 from outlast.checkpoint.content.transfers import copy_tensors
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.fingerprint import Fingerprint
-from outlast.checkpoint.save.sharing import Share, Sharing, digesters
+from outlast.checkpoint.save.sharing import NO_PART, Share, Sharing, digesters
 from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
@@ -76,24 +76,29 @@ class _Copying:
     captured: Captured
     layout: Layout
     buffer: Buffer
-    marks: dict[str, Mark]  # of the tensors that are copied late
+    late: Collection[str]  # keys of the tensors that are copied late
+    marks: dict[str, Mark]  # of those in the rank's own file
     moment: DeviceMoment
     cursor: object
-    share: Share | None
+    share: Share
 
     @property
     def images(self) -> list[tuple[Layout, Buffer]]:
         """The files that are written."""
-        shared = None if self.share is None else self.share.written
-        return [(self.layout, self.buffer), *([] if shared is None else [shared])]
+        return [(self.layout, self.buffer), *self.share.written]
 
     def changed(self) -> Iterator[str]:
-        """Yield the tensors whose copies are not what the tensors were when they were marked."""
-        for layout, buffer in self.images:
+        """Yield the tensors whose copies are not what the tensors were when they were marked or compared."""
+        image = as_tensor(self.buffer.memory)
+        for key, mark in self.marks.items():
+            entry = self.layout.entries[key]
+            if not is_marked(image[entry.begin : entry.end], mark):
+                yield key
+        for layout, buffer in self.share.written:
             image = as_tensor(buffer.memory)
-            for key in layout.entries.keys() & self.marks.keys():
-                entry = layout.entries[key]
-                if not is_marked(image[entry.begin : entry.end], self.marks[key]):
+            for key, entry in layout.entries.items():
+                copy, tensor = image[entry.begin : entry.end], self.captured.tensors[key]
+                if digest_of_copy(copy, tensor) != self.share.digests[key]:
                     yield key
 
 
@@ -103,7 +108,7 @@ class Taken:
 
     order: Order
     captured: Captured
-    share: Share | None
+    share: Share
     began: float  # monotonic seconds
 
 
@@ -202,13 +207,18 @@ class Stager:
         Raises:
             UsageError: something in the state of a rank cannot be saved exactly.
             PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
+            OSError: it raised that on some rank.
             ExchangeFailed: ranks did not answer.
         """
         began = time.monotonic()
-        captured, share = (
-            (capture(state), None) if self._sharing is None else self._sharing.share(state, order.step)
-        )
-        return Taken(order, captured, share, began)
+        if self._sharing is None:
+            return Taken(order, capture(state), NO_PART, began)
+        return Taken(order, *self._sharing.share(state, order.step), began)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank waited for the others when they compared last."""
+        return 0.0 if self._sharing is None else self._sharing.waited
 
     def stage(
         self, taken: Taken, state: Mapping[str, object], timeout: float, lazily: bool = False
@@ -228,25 +238,24 @@ class Stager:
         order, captured, share = taken.order, taken.captured, taken.share
         began = time.monotonic()
         self.fingerprint = Fingerprint.of(captured)
-        borrowed = {} if share is None else share.borrowed
-        own = {key: one for key, one in captured.tensors.items() if key not in borrowed}
+        own = {key: one for key, one in captured.tensors.items() if key not in share.borrowed}
         layout = self.lay_out(own, captured.pieces, order.step)
         name = copy_name(order.step, self._identity.generation)
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
             return None
         waited = buffer.waited
-        if share is not None and share.buffers is not None:
+        if share.buffers is not None:
             left = began + timeout - time.monotonic()
             if not self._claim_second(share, name, left, buffer):
                 return None
         late = _of_optimizers(state, captured) if lazily and not self.replays else set()
-        written = own.keys() if share is None else own.keys() | share.written_keys
-        marks = marks_of({key: captured.tensors[key] for key in late & written}, digesters().map)
+        late &= own.keys() | share.written_keys
+        marks = marks_of({key: own[key] for key in late & own.keys()}, digesters(self._threads).map)
         cursor = Encoder().encode(order.cursor, ("cursor",))
         moment = DeviceMoment(captured.tensors[key] for key in late)
-        copying = _Copying(order, captured, layout, buffer, marks, moment, cursor, share)
-        self._copy(self._threads, copying, captured.tensors.keys() - marks.keys())
+        copying = _Copying(order, captured, layout, buffer, late, marks, moment, cursor, share)
+        self._copy(self._threads, copying, captured.tensors.keys() - late)
         blocked = time.monotonic() - taken.began
         self._copied.clear()
         self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
@@ -314,7 +323,7 @@ class Stager:
         error = ""
         try:
             with copying.moment.awaited():
-                self._copy(1, copying, copying.marks)
+                self._copy(1, copying, copying.late)
             self._copied.set()
             changed = next(copying.changed(), "")
             if changed:
@@ -328,8 +337,7 @@ class Stager:
             )
         except OSError as caught:
             self._untold = caught
-            if copying.share is not None:
-                copying.share.give_back()
+            copying.share.give_back()
             self._buffers.give_back(copying.buffer)
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
@@ -352,14 +360,11 @@ class Stager:
             "blocked": blocked,
             "waits_since": time.monotonic() if order.waits else None,
             "error": error,
-            "shared": 0 if share is None else len(share.layouts),
-            "writes": -1 if share is None else share.own,
+            "shared": len(share.layouts),
+            "writes": share.own,
         }
-        borrowed: Mapping[str, int] = {}
-        if share is not None:
-            borrowed = share.borrowed
-            share.leave_document(order.step, identity)
-        document = rank_document(copying.captured, layout, order.step, identity, borrowed)
+        share.leave_document(order.step, identity)
+        document = rank_document(copying.captured, layout, order.step, identity, share.borrowed)
         path = copying.buffer.path
         write_whole(path.with_name(rank_files(identity.rank, identity.world_size).document), document)
         staged = path.with_name(staged_file(identity.rank, identity.world_size))

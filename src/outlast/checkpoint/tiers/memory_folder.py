@@ -40,16 +40,20 @@ from outlast.checkpoint.policy.manifest import (
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import MEMBERS, MEMORY_PREFIX
+from outlast.errors import CheckpointError
 
 STAGED = ".staged"
 _TRAININGS = "trainings"
 _TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
 _SHOWN = 64  # characters of a run id in the name of its memory folder
-_RECORD_BYTES = 1 << 20
 _MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
 _Said = TypeVar("_Said", bound="Members | Status")
+
+
+class DamagedRecord(CheckpointError):
+    """What a rank says of a state that it has staged is not as it was left."""
 
 
 @dataclass(frozen=True)
@@ -461,12 +465,21 @@ class Stage:
         return _by_step(self.staged)
 
     def record(self, folder: Path, rank: int, world_size: int) -> dict[str, Any] | None:
-        """Return a rank's ``.staged`` record, None when it has none yet."""
+        """Return a rank's ``.staged`` record, None when it has none yet.
+
+        Raises:
+            DamagedRecord: it is not as the rank left it.
+            OSError: the file system refused.
+        """
         path = folder / staged_file(rank, world_size)
         try:
-            found: dict[str, Any] = json.loads(files.read_open(self._open(path), path, _RECORD_BYTES))
+            found = json.loads(self.read(path))
         except FileNotFoundError:
             return None
+        except (ValueError, RecursionError) as error:
+            raise DamagedRecord(f"{path.name} is not as rank {rank} left it: {error}") from error
+        if not isinstance(found, dict):
+            raise DamagedRecord(f"{path.name} is not as rank {rank} left it: {str(found)[:80]!r}")
         return found
 
     def _open(self, path: Path) -> int:

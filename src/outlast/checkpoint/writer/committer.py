@@ -40,6 +40,7 @@ from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.replica.frames import Throttle
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
+    DamagedRecord,
     Members,
     Stage,
     Status,
@@ -67,7 +68,6 @@ class _Sealed:
 
     names: Names
     row: Row
-    digests: bytes
     fields: Fields  # of the document
 
 
@@ -124,7 +124,7 @@ def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
     (folder / names.digests).write_bytes(digests)
     document = stage.read(folder / names.document)
     fields = Fields.parse(names.document, document)
-    return _Sealed(names, row_of(nbytes, digests, document, *place_in_meshes(fields)), digests, fields)
+    return _Sealed(names, row_of(nbytes, digests, document, *place_in_meshes(fields)), fields)
 
 
 def digests_of(view: memoryview, threads: int) -> bytes:
@@ -419,6 +419,11 @@ class CopyCommitter:
         self._hurry.set()
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
+        with contextlib.suppress(DamagedRecord):
+            return self._first_record(folder)
+        return None
+
+    def _first_record(self, folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
             for path in folder.glob("*.staged"):
                 rank, world = int(path.name[5:10]), int(path.name[14:19])
@@ -426,17 +431,17 @@ class CopyCommitter:
         return None
 
     def _take(self, name: str, session: str) -> bool:
-        """Commit a staged copy to the memory tier if it is complete; return whether it was."""
+        """Commit a staged copy to the memory tier if it is complete; return whether it was, or is lost."""
         folder = self._stage.staging(name, session)
-        first = self._any_record(folder)
-        if first is None:
+        try:
+            staged = self._staged(folder)
+        except DamagedRecord as error:
+            self._lost(place_of(name)[0], str(error), {0: {"durable": True}})
+            self._give_up(folder)
+            return True
+        if not staged:
             return False
-        staged: dict[int, dict[str, Any]] = {}
-        for rank in first["ranks"]:
-            record = self._stage.record(folder, rank, first["world_size"])
-            if record is None:
-                return False
-            staged[rank] = record
+        first = staged[min(staged)]
         errors = [f"rank {rank}: {one['error']}" for rank, one in staged.items() if one["error"]]
         if (self._stage.tier.folder / name).exists():
             self._give_up(folder)
@@ -450,6 +455,19 @@ class CopyCommitter:
                 self._lost(first["step"], f"{self._stage.root}: {error}", staged)
                 self._give_up(folder)
         return True
+
+    def _staged(self, folder: Path) -> Staged:
+        """Return the records of all ranks of this node; none while one is missing.
+
+        Raises:
+            DamagedRecord: one is not as its rank left it.
+        """
+        first = self._first_record(folder)
+        if first is None:
+            return {}
+        found = {rank: self._stage.record(folder, rank, first["world_size"]) for rank in first["ranks"]}
+        staged = {rank: record for rank, record in found.items() if record is not None}
+        return staged if len(staged) == len(found) else {}
 
     def _commit(self, name: str, session: str, staged: Staged) -> None:
         folder = self._stage.staging(name, session)
