@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.checkpoint.content.tensor_digest import digests_of
+from outlast.checkpoint.content.tensor_digest import digest_of_copy, digests_of
 from outlast.checkpoint.content.transfers import copy_tensors, octets_of
 from outlast.checkpoint.save.mapping import Mapping
 from outlast.config import CheckpointOptions
@@ -112,6 +112,8 @@ def test_one_bit_changes_a_digest_and_the_order_of_adding_does_not() -> None:
     one = torch.randn(40 << 20, device="cuda")
     (first,) = digests_of([one])
     assert [digests_of([one.clone()]) for _ in range(5)] == [[first]] * 5
+    for tensor in (one, one[:999]):
+        assert digest_of_copy(octets_of(tensor).cpu(), tensor) == digests_of([tensor])[0]
     other = one.clone()
     other.view(torch.int32)[12_345_678] ^= 1
     assert digests_of([other]) != [first]
