@@ -111,7 +111,7 @@ def hasty_commit() -> None:
 
     from outlast.checkpoint.writer.committer import CopyCommitter
 
-    right: Callable[..., Any] = CopyCommitter._any_record
+    right: Callable[..., Any] = CopyCommitter._first_record
 
     def of_those_there(self: CopyCommitter, folder: Path) -> Any:
         found = right(self, folder)
@@ -120,7 +120,7 @@ def hasty_commit() -> None:
             found = {**found, "ranks": there}
         return found
 
-    CopyCommitter._any_record = of_those_there  # type: ignore[method-assign]
+    CopyCommitter._first_record = of_those_there  # type: ignore[method-assign]
 
 
 def newest_pruned() -> None:

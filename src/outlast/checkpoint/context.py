@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.policy.manifest import Identity, in_training
@@ -14,6 +14,9 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.ports import Clock
 from outlast.recovery.policy.events import Record
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.load.parallel import ParallelLoad
 
 OUTAGE_SECONDS = 20.0  # for which a file system may refuse what is asked for at a start
 
@@ -34,6 +37,7 @@ class SaveContext:
         torn: copies in memory of which a part is missing or that must not be loaded, newer than what can be.
         training: its name; empty: the job has one.
         threads: that this rank may use while training stands still.
+        parallel: lets ranks read shared files together; None: this rank is alone.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
@@ -48,6 +52,7 @@ class SaveContext:
     torn: tuple[Torn, ...] = ()
     training: str = ""
     threads: int = 1
+    parallel: ParallelLoad | None = None
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property

@@ -243,7 +243,7 @@ _CHECKPOINTS = {
     "ckpt_format": "copies have a format of outlast; outlast ckpt export writes other ones",
     "use_persistent_ckpt_worker": _WRITER,
     "async_strategy": _WRITER,
-    "fully_parallel_load": "each rank reads what it needs",
+    "fully_parallel_load": "what all ranks need is always read from the disk once",
     "ckpt_assume_constant_structure": "what is saved is found out at each save",
     "dist_ckpt_strictness": "names that do not fit are an error that lists them",
     "non_persistent_global_ckpt_dir": "CheckpointOptions(global_url=...) is the tier that outlives a cluster",

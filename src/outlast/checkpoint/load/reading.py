@@ -70,6 +70,52 @@ def read_verified(
         in_threads(lambda: read, -(-entry.nbytes // _UNIT_BYTES), max(_READERS, threads))
 
 
+def copy_verified(
+    folder: CopyFolder, entry: FileEntry, digests: bytes, into: int, begin: int, end: int, threads: int
+) -> None:
+    """Copy a part of a safetensors file into another file, and verify every byte of it.
+
+    Args:
+        folder: the copy.
+        entry: of the file, in the manifest.
+        digests: of its chunks.
+        into: descriptor of the other file.
+        begin: of the part, a multiple of the size of a chunk.
+        end: of the part: another one, or that of the file.
+        threads: see :func:`read_verified`.
+
+    Raises:
+        DamagedCopy: names the first bytes that are not as they were saved.
+        OSError: the file system refused.
+    """
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _), _opened(descriptor, entry) as file:
+
+        def worker() -> Callable[[int], None]:
+            memory = memoryview(allocate(_UNIT_BYTES))
+
+            def copy(unit: int) -> None:
+                low = begin + unit * _UNIT_BYTES
+                content = memory[: min(low + _UNIT_BYTES, end) - low]
+                file.read(memory, low, low + len(content), low)
+                verify_chunks(entry, digests, content, low)
+                write_at(into, content, low)
+
+            return copy
+
+        in_threads(worker, -(-(end - begin) // _UNIT_BYTES), max(_READERS, threads))
+
+
+def write_at(descriptor: int, content: memoryview, begin: int) -> None:
+    """Write bytes to a place in a file.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    while content:
+        done = os.pwrite(descriptor, content, begin)
+        content, begin = content[done:], begin + done
+
+
 def verify_chunks(entry: FileEntry, digests: bytes, content: memoryview, begin: int) -> None:
     """Compare the digests of whole chunks of a file.
 
@@ -114,8 +160,14 @@ class _File:
         self._file = entry.name
         self._cached = _cached(descriptor, entry.nbytes) if direct >= 0 else b""
 
-    def read(self, target: memoryview, begin: int, end: int) -> None:
+    def read(self, target: memoryview, begin: int, end: int, first: int = 0) -> None:
         """Read a range to its place in memory that begins at a page.
+
+        Args:
+            target: the memory.
+            begin: of the range.
+            end: of the range.
+            first: the place in the file that belongs at the begin of the memory.
 
         Raises:
             DamagedCopy: the file ends before.
@@ -123,12 +175,13 @@ class _File:
         """
         if self._direct >= 0 and begin % _BLOCK_BYTES == 0 and not self._holds(begin, end):
             try:
-                if os.preadv(self._direct, [target[begin : padded(end)]], begin) >= end - begin:
+                place = target[begin - first : padded(end) - first]
+                if os.preadv(self._direct, [place], begin) >= end - begin:
                     return
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-        read_exactly(self._descriptor, target[begin:end], begin, self._file)
+        read_exactly(self._descriptor, target[begin - first : end - first], begin, self._file)
 
     def _holds(self, begin: int, end: int) -> bool:
         """Say whether the page cache has most of a range."""

@@ -31,7 +31,7 @@ from outlast.checkpoint.policy.resolve import (
     resolve,
 )
 from outlast.checkpoint.tiers.inventory import inspect, inspect_for, serves
-from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, NoUsableCheckpoint, OutlastError
 from outlast.fields import Damage, DamagedCopy
 from outlast.files import OUTAGE, when_there_is_room
@@ -95,12 +95,16 @@ class _Attempt:
         tiers = [tier for tier in self._around.tiers if self._serves(tier)]
         for tier in tiers or [self._around.tier]:
             try:
-                return {**self._examine_in(tier), "tier": tier.name, "damaged": damaged}
+                return {**self._examine_from(tier), "tier": tier.name, "damaged": damaged}
             except DamagedCopy as error:
                 if tier is tiers[-1]:
                     raise
                 damaged.append((tier.name, str(error)))
         raise AssertionError("the last tier returns or raises")
+
+    def needs_disk(self) -> bool:
+        """Say whether no tier in memory serves this rank."""
+        return not any(map(self._serves, self._around.tiers[:-1]))
 
     def _serves(self, tier: DirectoryTier) -> bool:
         plan, identity = self._plan, self._around.identity
@@ -111,30 +115,41 @@ class _Attempt:
             return False
         return serves(inspect(tier, plan.name, ()), identity.rank, identity.world_size)
 
-    def _examine_in(self, tier: DirectoryTier) -> dict[str, Any]:
-        plan = self._plan
-        with tier.open(plan.name) as folder:
+    def _examine_from(self, tier: DirectoryTier) -> dict[str, Any]:
+        """Examine a tier's copy, first what has landed of it, then what is on disk."""
+        parallel = self._around.parallel
+        if parallel is not None and tier is self._around.tier and parallel.has_landed(self._plan.name):
             try:
-                require_shapes(self._state)
-                received = open_part(
-                    folder,
-                    plan.name,
-                    plan.commit,
-                    self._around.identity,
-                    self._state,
-                    near=tier is self._around.memory,
-                    threads=self._around.threads,
-                )
-                for name, holder in self._state.items():
-                    if getattr(holder, "outlast_optional", False):
-                        received.saved.setdefault(name, {})
-                self._groups.fit(self._state, received.saved, received.parameters)
-                require_fit(self._state, received.saved, received.kinds, received.parameters)
-                self._landing = received.fill(folder, self._state)
-            except CheckpointMismatch as error:
-                raise CheckpointMismatch(
-                    f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
-                ) from error
+                with tier.open(self._plan.name) as folder, parallel.over(folder) as landed:
+                    return self._examine_in(landed, near=True)
+            except DamagedCopy as error:
+                self._around.record(Note, reason=f"{error}: what has landed in memory is not used")
+        with tier.open(self._plan.name) as folder:
+            return self._examine_in(folder, near=tier is self._around.memory)
+
+    def _examine_in(self, folder: CopyFolder, near: bool) -> dict[str, Any]:
+        plan = self._plan
+        try:
+            require_shapes(self._state)
+            received = open_part(
+                folder,
+                plan.name,
+                plan.commit,
+                self._around.identity,
+                self._state,
+                near=near,
+                threads=self._around.threads,
+            )
+            for name, holder in self._state.items():
+                if getattr(holder, "outlast_optional", False):
+                    received.saved.setdefault(name, {})
+            self._groups.fit(self._state, received.saved, received.parameters)
+            require_fit(self._state, received.saved, received.kinds, received.parameters)
+            self._landing = received.fill(folder, self._state)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
+            ) from error
         self._received = received
         return {"nbytes": received.nbytes, "left": received.left}
 
@@ -188,7 +203,9 @@ class Restorer:
                 if recall is not None and recall.newer(place):
                     break
                 attempt = _Attempt(self._around, plan, state, Marks(avoid), self._groups)
-                agreed = self._around.rounds.hold("examined", attempt.examine)
+                parallel = self._around.parallel
+                damaged = parallel and parallel.land(plan.name, plan.commit, attempt.needs_disk)
+                agreed = damaged or self._around.rounds.hold("examined", attempt.examine)
                 if agreed.fine:
                     self._note_missing(plan, unusable, Marks(avoid).durable)
                     return self._finish(plan, attempt, agreed, unusable, started)

@@ -420,6 +420,11 @@ def rank_files(rank: int, world_size: int) -> Names:
     return _names(f"rank-{rank:05d}-of-{world_size:05d}")
 
 
+def is_shared(file: str) -> bool:
+    """Say whether a file of a copy belongs to tensors that all ranks hold alike."""
+    return file.startswith("alike-")
+
+
 def alike_files(number: int, count: int) -> Names:
     """Return the names of files with tensors that all ranks hold alike."""
     return _names(f"alike-{number:05d}-of-{count:05d}")

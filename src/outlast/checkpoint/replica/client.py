@@ -60,8 +60,10 @@ class PeerClient:
         self._expected = expected
         self._peer = address_text(address)
 
-    def fetch(self, folder: str, copy: str, file: str) -> Iterator[memoryview]:
-        """Yield the chunks of a file of a copy, each in the same memory.
+    def fetch(
+        self, folder: str, copy: str, file: str, begin: int = 0, end: int | None = None
+    ) -> Iterator[memoryview]:
+        """Yield the chunks of a file of a copy, or of a part of it, each in the same memory.
 
         Each chunk was as the peer read it; whether the file is the one that its manifest means, the digest
         of all of them says.
@@ -70,12 +72,15 @@ class PeerClient:
             folder: the peer's name of it.
             copy: name of the copy.
             file: name of the file.
+            begin: of the part.
+            end: of the part; None: that of the file.
 
         Raises:
             PeerError: see the class.
         """
         label = f"{copy}/{file}"
-        request = {"op": "get", "folder": folder, "copy": copy, "file": file}
+        request: dict[str, Any] = {"op": "get", "folder": folder, "copy": copy, "file": file}
+        request |= {"begin": begin, "end": end}
         with self._ask(f"fetching {label} from {folder}", request) as channel:
             found = channel.receive_json(Kind.ANSWER).get("length")
             if type(found) is not int or not 0 <= found <= MOST_BYTES:

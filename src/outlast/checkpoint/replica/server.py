@@ -184,8 +184,12 @@ class PeerServer:
         try:
             with DirectoryTier(folder).open(copy) as place, place.open(file) as (descriptor, size):
                 channel.doing = f"serving {copy}/{file}"
-                channel.send_json(Kind.ANSWER, {"length": size})
-                for chunk in chunks_of(descriptor, size, file):
+                end: Any = size if request.get("end") is None else request["end"]
+                begin: Any = request.get("begin")
+                _count(end, "the end of a part", size)
+                _count(begin, "the begin of a part", end)
+                channel.send_json(Kind.ANSWER, {"length": end - begin})
+                for chunk in chunks_of(descriptor, end, file, begin):
                     channel.send_chunk(chunk)
         except DamagedCopy as error:
             raise PeerRefused(Refusal.MISSING, str(error)) from error

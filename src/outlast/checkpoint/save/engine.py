@@ -18,6 +18,7 @@ from outlast.checkpoint.content.memory import share_of_processors
 from outlast.checkpoint.content.state import capture
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
+from outlast.checkpoint.load.parallel import ParallelLoad
 from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
 from outlast.checkpoint.policy.manifest import (
     alike_files,
@@ -116,6 +117,10 @@ class Engine:
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
+        if around.identity.world_size > 1:
+            place = self._place
+            parallel = ParallelLoad(around, stage, members, place.node, place.credentials)
+            around = replace(around, parallel=parallel)
         if members.together is not None or meeting.parts_left:
             torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
             replicas = (stage.joined, *stage.replica_tiers())
@@ -243,6 +248,7 @@ class Engine:
         if self._speaks:
             introduce(self._around, self._memory, self._members, self._around.settings.timeout)
             self._stage.drop_joined()
+            self._stage.drop_landing(self._limit if self._around.settings.ckpt_fully_parallel_save else 0)
         if self._around.settings.staging == "lazy":
             if _torch_compat.has_cuda_graph():
                 self._stager.replays = True

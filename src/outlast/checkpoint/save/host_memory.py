@@ -84,6 +84,15 @@ def rooms_of(
     return {limit: room + used for limit, room in rooms.items() if room >= 0}
 
 
+def room_beside(folder: Path) -> int:
+    """Return the bytes that a memory folder may have beside those that it has.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return min(rooms_of(folder).values()) - _allocated(folder)
+
+
 def shortage(demand: Demand, rooms: Mapping[str, int], buffers: int) -> str:
     """Return why a node cannot have as many buffers as are set, and which setting changes that."""
     _, limit = demand.least(rooms, buffers)

@@ -6,6 +6,7 @@ Folders, each on the same file system, so that a file goes from one to the next 
     pool/alike-<n>/     likewise, for a file of tensors that all ranks hold alike
     staged/<copy>~<session>/    being filled: a rank's buffer and document, and last its ``.staged`` record
     memory/<copy>/      the memory tier: complete copies in the format of every other tier
+    landing/<copy>/     shared files of a copy on disk, for a load
 
 A buffer that a rank takes from its pool comes back there when the copy that it became a part of is dropped.
 Nothing is ever written into a file that has its place in ``memory``.
@@ -25,7 +26,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,8 @@ STAGED = ".staged"
 _TRAININGS = "trainings"
 _TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
+LANDING = "landing"  # the folder, and the name under which the writer serves it
+_LANDED = 8  # buffers in a pool beyond which what has landed is removed
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
@@ -398,6 +401,7 @@ class Stage:
         self.tier = DirectoryTier(self.root / "memory", "memory", private=private)
         self.replicas = self.root / "replica"
         self.joined = DirectoryTier(self.root / "joined", "memory", private=private)
+        self.landing = DirectoryTier(self.root / LANDING, LANDING, private=private)
         self.wishes = self.root / "wishes"
 
     def make(self) -> None:
@@ -418,6 +422,7 @@ class Stage:
             self.tier.folder,
             self.replicas,
             self.joined.folder,
+            self.landing.folder,
             self.wishes,
         ):
             shutil.rmtree(folder, ignore_errors=True)
@@ -433,6 +438,31 @@ class Stage:
     def drop_joined(self) -> None:
         """Remove what was joined for a load; see :func:`outlast.checkpoint.load.fetching.gather_parts`."""
         shutil.rmtree(self.joined.folder, ignore_errors=True)
+
+    def land(self, name: str, files: Sequence[str]) -> Path:
+        """Make the folder in which files of a copy on disk land, with free buffers for them if there are any.
+
+        Raises:
+            RunFolderUnusable: what is there is not a private folder of this account.
+            OSError: the file system refused.
+        """
+        self.landing.make()
+        place = self.landing.folder / name
+        place.mkdir(mode=0o700)
+        for file in files:
+            for free in self.free(pool_of(file)):
+                if not free.name.startswith("."):  # one that was being made when its maker was killed
+                    os.rename(free, place / file)
+                    break
+            os.close(self.open_buffer(place / file))
+        return place
+
+    def drop_landing(self, keep: int = _LANDED) -> None:
+        """Make buffers of what has landed; at most so many may lie in each pool."""
+        for name in _names(self.landing.folder):
+            with contextlib.suppress(OSError):
+                place = self.landing.folder / name
+                self.give_up(place, {pool_of(file): keep for file in _names(place)})
 
     def open_buffer(self, path: Path) -> int:
         """Open a buffer, a new one if there is none.

@@ -150,17 +150,17 @@ def write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def chunks_of(descriptor: int, nbytes: int, file: str) -> Iterator[memoryview]:
-    """Yield the chunks of a file, each in the same memory.
+def chunks_of(descriptor: int, end: int, file: str, begin: int = 0) -> Iterator[memoryview]:
+    """Yield the chunks of a file, or of a part of it, each in the same memory.
 
     Raises:
         DamagedCopy: the file ends before.
         OSError: the file system refused.
     """
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
-    for begin in range(0, nbytes, CHUNK_BYTES):
-        chunk = buffer[: nbytes - begin]
-        read_exactly(descriptor, chunk, begin, file)
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, end - begin)))
+    for place in range(begin, end, CHUNK_BYTES):
+        chunk = buffer[: end - place]
+        read_exactly(descriptor, chunk, place, file)
         yield chunk
 
 

@@ -24,7 +24,7 @@ from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal, Throttle
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together
+from outlast.checkpoint.tiers.memory_folder import LANDING, Members, Peer, Stage, Status, Together
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Done, Task, Tasks, commit_parts, write_part
@@ -220,6 +220,8 @@ def served(stage: Stage, name: str) -> Path | None:
     """Return the folder of a tier in memory that peers may read under a name, None: there is none."""
     if name == MEMORY:
         return stage.tier.folder
+    if name == LANDING:
+        return stage.landing.folder
     folder = stage.replicas / name.removeprefix(REPLICA)
     return folder if name.startswith(REPLICA) and folder.is_dir() else None
 

@@ -1,0 +1,230 @@
+"""The shared files of a copy are read from the storage once: ranks read parts, nodes exchange them.
+
+Under DDP every rank needs all of the model and the optimizer; 1,000 ranks would read 1,000 times what was
+saved. So each rank first reads and verifies a part, into files in the memory of its node, and the nodes fetch
+what is missing from the checkpoint writers of the others. Then each rank loads from memory. What has landed
+there becomes buffers of later saves.
+
+Where something other than the copy fails, or there is no room, each rank reads for itself. (Megatron's
+``fully_parallel_load`` exchanges with collectives, on the devices.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outlast.agreement.worker.reports import Agreed, Outcome
+from outlast.checkpoint.content.digest import read_digests
+from outlast.checkpoint.load.reading import copy_verified, write_at
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, FileEntry, Manifest, is_shared
+from outlast.checkpoint.replica.client import PeerClient
+from outlast.checkpoint.replica.frames import PeerError
+from outlast.checkpoint.replica.handshake import Credentials
+from outlast.checkpoint.save.host_memory import room_beside
+from outlast.checkpoint.tiers.inventory import evidence, read_manifest
+from outlast.checkpoint.tiers.memory_folder import LANDING, Members, Peer, Stage
+from outlast.checkpoint.tiers.tier import CopyFolder
+from outlast.errors import CheckpointError
+from outlast.recovery.policy.events import Note
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.context import SaveContext
+
+_LEAST_BYTES = 16 << 20  # of shared files; less than that each rank reads for itself
+_BLOCK = 512  # bytes, of st_blocks
+_FETCHERS = 4  # ranks of a node that fetch; a writer refuses more than eight connections of one node
+
+
+def part_of(nbytes: int, readers: range, count: int) -> tuple[int, int]:
+    """Return the range of a file that some of its readers read, in whole chunks.
+
+    Args:
+        nbytes: of the file.
+        readers: their numbers, in a row.
+        count: how many readers there are.
+    """
+    chunks = -(-nbytes // CHUNK_BYTES)
+    begin, end = (chunks * number // count * CHUNK_BYTES for number in (readers.start, readers.stop))
+    return begin, min(end, nbytes)
+
+
+class ParallelLoad:
+    """One rank's part in it; every rank calls the same methods in the same order.
+
+    Args:
+        around: this rank's ties to the world.
+        stage: the tiers in memory of this node.
+        members: who the ranks are, with the table of nodes where there are several.
+        node: this one.
+        credentials: what it proves to the others.
+    """
+
+    def __init__(
+        self, around: SaveContext, stage: Stage, members: Members, node: str, credentials: Credentials
+    ) -> None:
+        self._around = around
+        self._stage = stage
+        self._ranks = members.ranks
+        self._node = node
+        together = members.together
+        self._shared = together is None or together.shared
+        self._peers: Sequence[Peer] = (Peer(node, members.ranks, "", 0),)
+        if together is not None:
+            self._peers = together.nodes
+            self._party = members.party(credentials)
+        self._landed = ""
+
+    def land(self, name: str, commit: str, needs: Callable[[], bool]) -> Agreed | None:
+        """Bring the shared files of a copy on disk into the memory of the nodes that need it.
+
+        Args:
+            name: of the copy.
+            commit: what ranks know it by.
+            needs: says whether this rank would read it from the disk.
+
+        Returns:
+            The round in which ranks found it damaged; None: they did not.
+
+        Raises:
+            ExchangeFailed: ranks did not answer.
+        """
+        rounds, speaks = self._around.rounds, self._around.identity.rank == self._ranks[0]
+        self._landed = ""
+        agreed = rounds.hold(
+            "landing", lambda: {"lands": needs() and self._prepare(name, commit)} if speaks else {}
+        )
+        if not agreed.fine:  # the ranks find out why when they examine it
+            return None
+        landing = [peer for peer in self._peers if agreed.reports[peer.ranks[0]].data["lands"]]
+        if not self._shared or sum(len(peer.ranks) for peer in landing) < 2:
+            landing = [peer for peer in landing if len(peer.ranks) > 1]
+        steps = {"read": self._read, "exchanged": self._exchange}
+        if not self._shared or len(landing) < 2:
+            del steps["exchanged"]
+        here = self._node in {peer.name for peer in landing}
+        group = [peer for peer in landing if self._shared or peer.name == self._node]
+        for topic, step in steps.items() if landing else ():
+            agreed = rounds.hold(topic, lambda step=step: step(name, group) if here else {})  # type: ignore[misc]
+            if not agreed.fine:
+                if speaks:
+                    self._stage.drop_landing()
+                if agreed.worst[1].outcome is Outcome.DAMAGED:
+                    return agreed
+                why = f"{name}: each rank reads the shared files for itself: {agreed.text}"
+                self._around.record(Note, reason=why)
+                return None
+        self._landed = name if here else ""
+        return None
+
+    @contextlib.contextmanager
+    def over(self, folder: CopyFolder) -> Iterator[CopyFolder]:
+        """Yield a copy on disk with the shared files that have landed of it; see :meth:`has_landed`."""
+        with self._stage.landing.open(self._landed) as landed:
+            yield _Overlay(landed, folder)
+
+    def has_landed(self, name: str) -> bool:
+        """Say whether the shared files of a copy are in the memory of this node."""
+        return self._landed == name
+
+    def _prepare(self, name: str, commit: str) -> bool:
+        """Make the files in memory; return whether there is something to land, and room for it."""
+        stage = self._stage
+        stage.drop_landing()
+        if not stage.private:  # states are staged on the disk
+            return False
+        with self._around.tier.open(name) as folder:
+            manifest, digest = read_manifest(folder, name)
+            nbytes = sum(row.nbytes for row in manifest.shared)
+            if evidence(manifest, digest) != commit or nbytes < _LEAST_BYTES:
+                return False
+            place = stage.land(name, [tensors.name for tensors, _, _ in _shared(manifest)])
+            there = sum(one.stat().st_blocks * _BLOCK for one in place.iterdir())
+            if nbytes - there > room_beside(stage.root):
+                stage.drop_landing()
+                return False
+            for tensors, digests, document in _shared(manifest):
+                (place / digests.name).write_bytes(read_digests(folder, tensors))
+                (place / document.name).write_bytes(folder.read(document.name, document.nbytes))
+                os.truncate(place / tensors.name, tensors.nbytes)
+        return True
+
+    def _read(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
+        """Read this rank's part of each file from the disk.
+
+        Raises:
+            DamagedCopy: it is not as it was committed.
+            OSError: a file system refused.
+        """
+        readers = [rank for peer in group for rank in peer.ranks]
+        me = readers.index(self._around.identity.rank)
+        with self._around.tier.open(name) as folder:
+            for entry, _, _ in _shared(read_manifest(folder, name)[0]):
+                begin, end = part_of(entry.nbytes, range(me, me + 1), len(readers))
+                with self._opened(name, entry) as (landed, into):
+                    digests = read_digests(landed, entry)
+                    copy_verified(folder, entry, digests, into, begin, end, self._around.threads)
+        return {}
+
+    def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
+        """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
+
+        Raises:
+            CheckpointError: one of them did not come.
+            OSError: the file system refused.
+        """
+        at = self._ranks.index(self._around.identity.rank)
+        if at >= _FETCHERS:
+            return {}
+        readers: dict[str, range] = {}
+        for peer in group:
+            first = max((one.stop for one in readers.values()), default=0)
+            readers[peer.name] = range(first, first + len(peer.ranks))
+        count = max(one.stop for one in readers.values())
+        own = [peer.name for peer in group].index(self._node)
+        others = [*group[own + 1 :], *group[:own]][at :: min(_FETCHERS, len(self._ranks))]
+        with self._around.tier.open(name) as folder:
+            files = [tensors for tensors, _, _ in _shared(read_manifest(folder, name)[0])]
+        for peer in others:
+            client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
+            for entry in files:
+                begin, end = part_of(entry.nbytes, readers[peer.name], count)
+                with self._opened(name, entry) as (_, into):
+                    try:
+                        for chunk in client.fetch(LANDING, name, entry.name, begin, end):
+                            write_at(into, chunk, begin)
+                            begin += len(chunk)
+                    except PeerError as error:
+                        raise CheckpointError(f"node {self._node} from {peer.name}: {error}") from error
+        return {}
+
+    @contextlib.contextmanager
+    def _opened(self, name: str, entry: FileEntry) -> Iterator[tuple[CopyFolder, int]]:
+        """Open a file that lands, and its folder."""
+        descriptor = self._stage.open_buffer(self._stage.landing.folder / name / entry.name)
+        try:
+            with self._stage.landing.open(name) as landed:
+                yield landed, descriptor
+        finally:
+            os.close(descriptor)
+
+
+class _Overlay(CopyFolder):
+    """A copy of which some files are in another folder."""
+
+    def __init__(self, landed: CopyFolder, folder: CopyFolder) -> None:
+        self._landed = landed
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def open(self, file: str, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
+        """Open a file of the copy; see :meth:`CopyFolder.open`."""
+        of = self._landed if is_shared(file) else self._folder
+        with of.open(file, nbytes) as found:
+            yield found
+
+
+def _shared(manifest: Manifest) -> list[tuple[FileEntry, FileEntry, FileEntry]]:
+    return [manifest.of_shared(number) for number in range(len(manifest.shared))]

@@ -1,0 +1,224 @@
+"""Shared files of a copy on disk are read once for all ranks that load it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outlast.checkpoint.load import landing, parallel
+from outlast.checkpoint.load.parallel import ParallelLoad, part_of
+from outlast.checkpoint.policy.manifest import CHUNK_BYTES, copy_name, is_shared
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.replica.client import PeerClient
+from outlast.checkpoint.replica.frames import PeerLost
+from outlast.checkpoint.tiers.inventory import verify
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from tests.support.launching import until
+from tests.support.teams import Team
+
+MIB = 1 << 20
+NBYTES = 3 * MIB + 5
+
+
+class Alike:
+    """A job that all ranks hold alike, but for a small tensor."""
+
+    def __init__(self, seed: int) -> None:
+        self.tensors = {"a": torch.zeros(NBYTES, dtype=torch.uint8), "b": torch.zeros(MIB)}
+        self.own = {"own": torch.full((4,), float(seed))}
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"box": self.tensors, "own": self.own}
+
+    def train(self, steps: int = 1) -> None:
+        generator = torch.Generator().manual_seed(int(self.tensors["b"][0]) + steps)
+        self.tensors["a"].random_(0, 256, generator=generator)
+        self.tensors["b"] += steps
+
+    def content(self) -> bytes:
+        tensors = [*self.tensors.values(), *self.own.values()]
+        return b"".join(one.view(torch.uint8).numpy().tobytes() for one in tensors)
+
+
+class AllAlike(Alike):
+    """A job that ranks of another world can load."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.own = {}
+
+
+@pytest.fixture
+def team_of() -> Iterator[Callable[..., Team]]:
+    """Return what makes a team in memory, where files are used where they are."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="outlast-test-") as root:
+        yield lambda nodes, **how: Team(  # type: ignore[misc]
+            Path(root), [f"n{number}" for number in range(nodes)], **{"job": Alike, **how}
+        )
+
+
+class Reads:
+    """How many bytes of shared files are read from the disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parts: list[int] = []
+        self.whole: list[int] = []
+        copy, read = parallel.copy_verified, landing.read_verified
+
+        def copied(
+            folder: Any, entry: Any, digests: Any, into: int, begin: int, end: int, threads: int
+        ) -> None:
+            self.parts.append(end - begin)
+            copy(folder, entry, digests, into, begin, end, threads)
+
+        def read_whole(folder: Any, entry: Any, *rest: Any) -> None:
+            self.whole += [entry.nbytes] if is_shared(entry.name) else []
+            read(folder, entry, *rest)
+
+        monkeypatch.setattr(parallel, "_LEAST_BYTES", 1)
+        monkeypatch.setattr(parallel, "copy_verified", copied)
+        monkeypatch.setattr(landing, "read_verified", read_whole)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def saved(team: Team, steps: int = 1) -> str:
+    """Save steps on disk, and end; return the name of the newest copy."""
+    team.start()
+    for _ in range(steps):
+        team.train(1, durable=lambda _: True)
+        name = copy_name(team.step, 1)
+        until(lambda name=name: all(name in DirectoryTier(one.durable).names() for one in team.nodes), name)  # type: ignore[misc]
+    team.end()
+    return name
+
+
+def shared_bytes(team: Team, name: str) -> int:
+    return sum(path.stat().st_size for path in (team.nodes[0].durable / name).glob("alike-*.safetensors"))
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 3), (1, 1), (5 * MIB + 7, 2), (3 * MIB, 7), (64 * MIB, 3)])
+def test_the_parts_of_the_readers_are_the_file(nbytes: int, count: int) -> None:
+    parts = [part_of(nbytes, range(one, one + 1), count) for one in range(count)]
+    assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == nbytes
+    assert all(begin % CHUNK_BYTES == 0 or begin == nbytes for begin, _ in parts)
+    sizes = [end - begin for begin, end in parts]
+    assert max(sizes) - min(sizes) < 2 * CHUNK_BYTES
+    assert part_of(nbytes, range(count), count) == (0, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "shared"), [(1, 3, True), (4, 1, True), (3, 2, True), (2, 2, False)]
+)
+def test_what_all_ranks_need_is_read_from_the_disk_once(
+    team_of: Callable[..., Team], reads: Reads, nodes: int, per_node: int, shared: bool
+) -> None:
+    team = team_of(nodes, per_node=per_node, shared=shared)
+    name = saved(team)
+    nbytes = shared_bytes(team, name)
+    assert nbytes > NBYTES + 4 * MIB
+    team.start()
+    assert (team.step, team.right(), team.loaded().reason.split("from ")[-1]) == (1, True, "local")
+    assert sum(reads.parts) == nbytes * (1 if shared else nodes)
+    assert reads.whole == []
+    for node in team.nodes:
+        landed = [len(node.stage.free(f"alike-{number}")) for number in range(min(per_node, 2))]
+        assert set(landed) == {1}, "what has landed is a buffer"
+    assert not any(node.stage.landing.names() for node in team.nodes)
+    team.train(1, durable=lambda _: True)
+    until(lambda: copy_name(2, 2) in team.on_disk(), "step 2")
+
+
+def test_other_ranks_read_it_once_too(team_of: Callable[..., Team], reads: Reads) -> None:
+    team = team_of(2, job=AllAlike)
+    nbytes = shared_bytes(team, saved(team))
+    team.have("n0", "n1", "n2")
+    team.start()
+    assert [job.content() for job in team.jobs] == [team.content[1][0]] * 3
+    assert sum(reads.parts) == nbytes
+
+
+def test_ranks_that_have_it_in_memory_read_nothing(team_of: Callable[..., Team], reads: Reads) -> None:
+    team = team_of(2, per_node=2)
+    team.start()
+    team.train(2)
+    team.start()
+    assert (team.step, team.right()) == (2, True)
+    assert (reads.parts, reads.whole) == ([], [])
+
+
+@pytest.mark.parametrize("file", [0, 1])
+def test_a_damaged_part_is_found_by_its_reader(team_of: Callable[..., Team], reads: Reads, file: int) -> None:
+    team = team_of(2, per_node=2)
+    name = saved(team, 2)
+    path = sorted((team.nodes[0].durable / name).glob("alike-*.safetensors"))[file]
+    octets = bytearray(path.read_bytes())
+    octets[-1] ^= 1
+    path.write_bytes(octets)
+    team.start()
+    assert (team.step, team.right()) == (1, True)
+    assert name not in team.on_disk()
+    assert name in "".join(DirectoryTier(team.nodes[0].durable).quarantined())
+
+
+def test_a_node_that_does_not_serve_costs_the_exchange_alone(
+    team_of: Callable[..., Team], reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = team_of(2)
+    name = saved(team)
+
+    def lost(*_: Any) -> Iterator[memoryview]:
+        raise PeerLost("n1", "fetching", 0, "a test")
+
+    monkeypatch.setattr(PeerClient, "fetch", lost)
+    team.start()
+    assert (team.step, team.right()) == (1, True)
+    assert sum(reads.whole) == 2 * shared_bytes(team, name)
+    assert "reads the shared files for itself" in team.notes()
+    assert verify(DirectoryTier(team.nodes[0].durable), name, None).state is CopyState.WHOLE
+
+
+def test_where_there_is_no_room_each_rank_reads_for_itself(
+    team_of: Callable[..., Team], reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = team_of(2, per_node=2)
+    name = saved(team)
+    monkeypatch.setattr(parallel, "room_beside", lambda _: NBYTES)
+    team.start()
+    assert (team.step, team.right(), reads.parts) == (1, True, [])
+    assert sum(reads.whole) == 4 * shared_bytes(team, name)
+
+
+def test_a_bit_that_flips_in_memory_damages_no_copy_on_disk(
+    team_of: Callable[..., Team], reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = team_of(2)
+    name = saved(team)
+    land = ParallelLoad.land
+
+    def flips(self: ParallelLoad, *given: Any) -> Any:
+        found = land(self, *given)
+        (path,) = (self._stage.landing.folder / name).glob("*.safetensors")
+        with open(path, "r+b") as file:
+            file.seek(2 * MIB)
+            octet = file.read(1)[0]
+            file.seek(2 * MIB)
+            file.write(bytes([octet ^ 4]))
+        return found
+
+    monkeypatch.setattr(ParallelLoad, "land", flips)
+    team.start()
+    assert (team.step, team.right()) == (1, True)
+    assert sum(reads.whole) == 2 * shared_bytes(team, name)
+    assert name in team.on_disk()
+    assert "what has landed in memory is not used" in team.notes()
