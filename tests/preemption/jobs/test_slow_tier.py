@@ -42,5 +42,9 @@ def test_a_tier_that_is_slower_than_the_lead_costs_nothing(
             assert job.finish() == [75, 75], job.output()
             ends = [job.lines(rank)[-1]["ended"] for rank in (0, 1)]
     assert set(ends) == {copies(job.run)[-1]}
-    named = re.findall(r"\b(global|local) tier", job.outputs[0].read_text())
-    assert named[-2:] == (["local", "local"] if measured else ["global", "local"]), "saved in, and kept in"
+    text = job.outputs[0].read_text()
+    saved_in, kept_in = re.findall(r"\b(global|local|memory) tier", text)[-2:]
+    if measured:  # on a busy host the disk may be too slow, too
+        assert saved_in == kept_in != "global", text
+    else:
+        assert (saved_in, kept_in) == ("global", "local"), text
