@@ -2,11 +2,11 @@
 
     python bench/shared_reads.py --replicas 4 16 --mib 256
 
-Each replica is a process and a node of its own (memory folder, checkpoint writer, host name), all on this
-host; the checkpoint is in one folder. Replicas save once and end; new ones load, in turns together and each
-for itself. Counted are the bytes that the ranks asked the kernel for in ``session.restore`` (rchar in
-/proc/self/io, which has neither sockets nor mapped memory). The least is one state, whatever the number of
-replicas; each for itself they read as many states as there are replicas.
+Each replica is a process on this host, and a node of its own (memory folder, checkpoint writer, name) unless
+--per-node has another number; the checkpoint is in one folder. Replicas save once and end; new ones load, in
+turns together and each for itself. Counted are the bytes that the ranks asked the kernel for in
+``session.restore`` (rchar in /proc/self/io, which has neither sockets nor mapped memory). The least is one
+state, whatever the number of replicas; each for itself they read as many states as there are replicas.
 
 Lines of JSON: replicas, how ("together", "alone"), bytes of the state, bytes read, states read, seconds of
 the slowest restore, load of the host.
@@ -60,16 +60,22 @@ def rank(run: str, mib: int, how: str) -> None:
     dist.destroy_process_group()
 
 
-def job(run: Path, replicas: int, mib: int, how: str) -> list[dict[str, float]]:
+def job(run: Path, replicas: int, per_node: int, mib: int, how: str) -> list[dict[str, float]]:
     """Run as many replicas; return what each says."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(replicas)}
-    common |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    common |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(per_node)}
     processes = []
     for each in range(replicas):
-        own = {"RANK": str(each), "GROUP_RANK": str(each), "OUTLAST_NODE": f"n{each}"}
+        node, local = divmod(each, per_node)
+        own = {
+            "RANK": str(each),
+            "GROUP_RANK": str(node),
+            "OUTLAST_NODE": f"n{node}",
+            "LOCAL_RANK": str(local),
+        }
         words = [sys.executable, __file__, "--rank", str(run), str(mib), how]
         processes.append(
             subprocess.Popen(
@@ -94,6 +100,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--per-node", type=int, default=1, help="replicas of a node")
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
     parser.add_argument("--turns", type=int, default=1, help="of together, alone, alone, together")
     parser.add_argument("--folder", default=None, help="where the checkpoint is")
@@ -106,12 +113,18 @@ def main() -> None:
     for replicas in options.replicas:
         run = Path(tempfile.mkdtemp(prefix="outlast-bench-", dir=options.folder)) / "run"
         try:
-            job(run, replicas, options.mib, "together")
+            job(run, replicas, options.per_node, options.mib, "together")
             for how in ("together", "alone", "alone", "together") * options.turns:
-                said = job(run, replicas, options.mib, how)
+                said = job(run, replicas, options.per_node, options.mib, how)
                 assert all(one["step"] == 1 for one in said), said
                 nbytes, read = options.mib << 20, sum(int(one["read"]) for one in said)
-                line = {"replicas": replicas, "how": how, "state": nbytes, "read": read}
+                line = {
+                    "replicas": replicas,
+                    "per_node": options.per_node,
+                    "how": how,
+                    "state": nbytes,
+                    "read": read,
+                }
                 line |= {
                     "states": round(read / nbytes, 3),
                     "seconds": round(max(one["seconds"] for one in said), 2),
