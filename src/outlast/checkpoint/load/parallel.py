@@ -5,41 +5,45 @@ saved. So each rank first reads and verifies a part, into files in the memory of
 what is missing from the checkpoint writers of the others. Then each rank loads from memory. What has landed
 there becomes buffers of later saves.
 
-Where something other than the copy fails, or there is no room, each rank reads for itself. (Megatron's
-``fully_parallel_load`` exchanges with collectives, on the devices.)
+What a node does not get from another one it reads from the disk. Where there is no room in memory, or little
+in common, each rank reads for itself. (Megatron's ``fully_parallel_load`` exchanges on the devices.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.digest import read_digests
+from outlast.checkpoint.content.memory import in_threads
 from outlast.checkpoint.load.reading import copy_verified, write_at
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, FileEntry, Manifest, is_shared
 from outlast.checkpoint.replica.client import PeerClient
-from outlast.checkpoint.replica.frames import PeerError
+from outlast.checkpoint.replica.frames import PeerError, PeerLost
 from outlast.checkpoint.replica.handshake import Credentials
-from outlast.checkpoint.save.host_memory import room_beside
+from outlast.checkpoint.save.host_memory import RESERVE, room_beside
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest
 from outlast.checkpoint.tiers.memory_folder import LANDING, Members, Peer, Stage
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointError
+from outlast.fields import DamagedCopy
 from outlast.recovery.policy.events import Note
 
 if TYPE_CHECKING:
     from outlast.checkpoint.context import SaveContext
 
 _LEAST_BYTES = 16 << 20  # of shared files; less than that each rank reads for itself
+_LEAST_CHUNKS = 4  # of a file that a rank reads, so that many ranks do not fetch crumbs from many others
 _BLOCK = 512  # bytes, of st_blocks
-_FETCHERS = 4  # ranks of a node that fetch; a writer refuses more than eight connections of one node
+_FETCHERS = 4  # connections of a node at once; a writer refuses more than eight
 
 
 def part_of(nbytes: int, readers: range, count: int) -> tuple[int, int]:
-    """Return the range of a file that some of its readers read, in whole chunks.
+    """Return the range of a file that some of its readers read, in whole chunks; of a small file not all do.
 
     Args:
         nbytes: of the file.
@@ -47,8 +51,12 @@ def part_of(nbytes: int, readers: range, count: int) -> tuple[int, int]:
         count: how many readers there are.
     """
     chunks = -(-nbytes // CHUNK_BYTES)
-    begin, end = (chunks * number // count * CHUNK_BYTES for number in (readers.start, readers.stop))
-    return begin, min(end, nbytes)
+    count = min(count, max(1, chunks // _LEAST_CHUNKS))
+    begin, end = (chunks * min(at, count) // count * CHUNK_BYTES for at in (readers.start, readers.stop))
+    return min(begin, nbytes), min(end, nbytes)
+
+
+_NO_ROOM = "there is no room"
 
 
 class ParallelLoad:
@@ -91,14 +99,22 @@ class ParallelLoad:
         Raises:
             ExchangeFailed: ranks did not answer.
         """
-        rounds, speaks = self._around.rounds, self._around.identity.rank == self._ranks[0]
+        around, speaks = self._around, self._around.identity.rank == self._ranks[0]
         self._landed = ""
-        agreed = rounds.hold(
-            "landing", lambda: {"lands": needs() and self._prepare(name, commit)} if speaks else {}
-        )
+
+        def prepare() -> dict[str, Any]:
+            why = self._prepare(name, commit) if needs() else "it is in memory"
+            return {"lands": not why, "why": why or ""}
+
+        agreed = around.rounds.hold("landing", lambda: prepare() if speaks else {})
         if not agreed.fine:  # the ranks find out why when they examine it
             return None
-        landing = [peer for peer in self._peers if agreed.reports[peer.ranks[0]].data["lands"]]
+        said = {peer.name: agreed.reports[peer.ranks[0]].data for peer in self._peers}
+        for node, data in said.items():
+            if data["why"].startswith(_NO_ROOM):
+                reason = f"{name}: ranks of node {node} read for themselves: {data['why']}"
+                around.record(Note, reason=reason)
+        landing = [peer for peer in self._peers if said[peer.name]["lands"]]
         if not self._shared or sum(len(peer.ranks) for peer in landing) < 2:
             landing = [peer for peer in landing if len(peer.ranks) > 1]
         steps = {"read": self._read, "exchanged": self._exchange}
@@ -106,18 +122,28 @@ class ParallelLoad:
             del steps["exchanged"]
         here = self._node in {peer.name for peer in landing}
         group = [peer for peer in landing if self._shared or peer.name == self._node]
+        done = []
         for topic, step in steps.items() if landing else ():
-            agreed = rounds.hold(topic, lambda step=step: step(name, group) if here else {})  # type: ignore[misc]
+            agreed = around.rounds.hold(topic, lambda step=step: step(name, group) if here else {})  # type: ignore[misc]
             if not agreed.fine:
                 if speaks:
                     self._stage.drop_landing()
                 if agreed.worst[1].outcome is Outcome.DAMAGED:
                     return agreed
-                why = f"{name}: each rank reads the shared files for itself: {agreed.text}"
-                self._around.record(Note, reason=why)
+                around.record(Note, reason=f"{name}: ranks read for themselves: {agreed.text}")
                 return None
+            done += [report.data for report in agreed.reports if report.data]
+        if landing:
+            self._tell(name, done)
         self._landed = name if here else ""
         return None
+
+    def _tell(self, name: str, done: Sequence[dict[str, Any]]) -> None:
+        """Record how much came from where."""
+        read, fetched = (sum(one.get(key, 0) for one in done) >> 20 for key in ("read", "fetched"))
+        text = f"{name}: {read} MiB of shared files came from the disk, {fetched} MiB from other nodes"
+        failed = next((one["why"] for one in done if one.get("why")), "")
+        self._around.record(Note, reason=f"{text}; not all that was asked for: {failed}" if failed else text)
 
     @contextlib.contextmanager
     def over(self, folder: CopyFolder) -> Iterator[CopyFolder]:
@@ -129,76 +155,114 @@ class ParallelLoad:
         """Say whether the shared files of a copy are in the memory of this node."""
         return self._landed == name
 
-    def _prepare(self, name: str, commit: str) -> bool:
-        """Make the files in memory; return whether there is something to land, and room for it."""
+    def _prepare(self, name: str, commit: str) -> str:
+        """Make the files in memory; return why not, where nothing is to land."""
         stage = self._stage
         stage.drop_landing()
-        if not stage.private:  # states are staged on the disk
-            return False
+        if not stage.private:
+            return "states are staged on the disk"
         with self._around.tier.open(name) as folder:
             manifest, digest = read_manifest(folder, name)
             nbytes = sum(row.nbytes for row in manifest.shared)
             if evidence(manifest, digest) != commit or nbytes < _LEAST_BYTES:
-                return False
+                return "it has little in common"
             place = stage.land(name, [tensors.name for tensors, _, _ in _shared(manifest)])
             there = sum(one.stat().st_blocks * _BLOCK for one in place.iterdir())
-            if nbytes - there > room_beside(stage.root):
+            room = room_beside(stage.root) - min(nbytes, RESERVE * len(self._ranks))
+            if nbytes - there > room:
                 stage.drop_landing()
-                return False
+                return f"{_NO_ROOM} for {nbytes >> 20} MiB in {stage.root}, {max(room, 0) >> 20} MiB are free"
             for tensors, digests, document in _shared(manifest):
                 (place / digests.name).write_bytes(read_digests(folder, tensors))
                 (place / document.name).write_bytes(folder.read(document.name, document.nbytes))
                 os.truncate(place / tensors.name, tensors.nbytes)
-        return True
+        return ""
 
     def _read(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
         """Read this rank's part of each file from the disk.
 
         Raises:
             DamagedCopy: it is not as it was committed.
+            CheckpointError: the memory is not as it was made.
             OSError: a file system refused.
         """
         readers = [rank for peer in group for rank in peer.ranks]
         me = readers.index(self._around.identity.rank)
+        nbytes = 0
         with self._around.tier.open(name) as folder:
             for entry, _, _ in _shared(read_manifest(folder, name)[0]):
                 begin, end = part_of(entry.nbytes, range(me, me + 1), len(readers))
-                with self._opened(name, entry) as (landed, into):
-                    digests = read_digests(landed, entry)
-                    copy_verified(folder, entry, digests, into, begin, end, self._around.threads)
-        return {}
+                self._copy(name, folder, entry, begin, end)
+                nbytes += end - begin
+        return {"read": nbytes}
+
+    def _copy(self, name: str, folder: CopyFolder, entry: FileEntry, begin: int, end: int) -> None:
+        """Copy a part of a file from the disk."""
+        if begin == end:
+            return
+        with self._opened(name, entry) as (landed, into):
+            try:
+                digests = read_digests(landed, entry)
+            except DamagedCopy as error:
+                raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
+            copy_verified(folder, entry, digests, into, begin, end, self._around.threads)
 
     def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
         """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
 
+        What does not come, or not in half of the time for which ranks wait, is read from the disk.
+
         Raises:
-            CheckpointError: one of them did not come.
-            OSError: the file system refused.
+            DamagedCopy: it is not as it was committed.
+            CheckpointError: the memory is not as it was made.
+            OSError: a file system refused.
         """
-        at = self._ranks.index(self._around.identity.rank)
-        if at >= _FETCHERS:
-            return {}
         readers: dict[str, range] = {}
         for peer in group:
             first = max((one.stop for one in readers.values()), default=0)
             readers[peer.name] = range(first, first + len(peer.ranks))
         count = max(one.stop for one in readers.values())
         own = [peer.name for peer in group].index(self._node)
-        others = [*group[own + 1 :], *group[:own]][at :: min(_FETCHERS, len(self._ranks))]
+        at, ranks = self._ranks.index(self._around.identity.rank), len(self._ranks)
+        deadline = time.monotonic() + self._around.settings.timeout / 2
+        read, fetched, failed = [0], [0], [""]
         with self._around.tier.open(name) as folder:
             files = [tensors for tensors, _, _ in _shared(read_manifest(folder, name)[0])]
-        for peer in others:
-            client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
-            for entry in files:
-                begin, end = part_of(entry.nbytes, readers[peer.name], count)
-                with self._opened(name, entry) as (_, into):
-                    try:
-                        for chunk in client.fetch(LANDING, name, entry.name, begin, end):
-                            write_at(into, chunk, begin)
-                            begin += len(chunk)
-                    except PeerError as error:
-                        raise CheckpointError(f"node {self._node} from {peer.name}: {error}") from error
-        return {}
+            parts = [
+                (peer, entry, *part_of(entry.nbytes, readers[peer.name], count))
+                for peer in (*group[own + 1 :], *group[:own])
+                for entry in files
+            ]
+            parts = [part for part in parts if part[2] < part[3]][at :: min(_FETCHERS, ranks)]
+
+            def fetch(number: int) -> None:
+                peer, entry, begin, end = parts[number]
+                try:
+                    self._fetch(name, peer, entry, begin, end, deadline)
+                    fetched.append(end - begin)
+                except PeerError as error:
+                    failed.append(f"node {self._node} from {peer.name}: {error}")
+                    self._copy(name, folder, entry, begin, end)
+                    read.append(end - begin)
+
+            if at < _FETCHERS:
+                in_threads(lambda: fetch, len(parts), max(1, _FETCHERS // ranks))
+        return {"read": sum(read), "fetched": sum(fetched), "why": failed[-1]}
+
+    def _fetch(self, name: str, peer: Peer, entry: FileEntry, begin: int, end: int, deadline: float) -> None:
+        """Fetch a part of a file from the writer of another node.
+
+        Raises:
+            PeerError: it did not come.
+            OSError: the file system refused.
+        """
+        client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
+        with self._opened(name, entry) as (_, into):
+            for chunk in client.fetch(LANDING, name, entry.name, begin, end):
+                write_at(into, chunk, begin)
+                begin += len(chunk)
+                if time.monotonic() > deadline:
+                    raise PeerLost(peer.name, f"fetching {entry.name}", begin, "it took too long")
 
     @contextlib.contextmanager
     def _opened(self, name: str, entry: FileEntry) -> Iterator[tuple[CopyFolder, int]]:

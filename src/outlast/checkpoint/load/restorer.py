@@ -15,7 +15,7 @@ from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.landing import Landing
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
-from outlast.checkpoint.policy.manifest import place_of, some
+from outlast.checkpoint.policy.manifest import is_shared, place_of, some
 from outlast.checkpoint.policy.resolve import (
     Copy,
     CopyState,
@@ -122,7 +122,9 @@ class _Attempt:
             try:
                 with tier.open(self._plan.name) as folder, parallel.over(folder) as landed:
                     return self._examine_in(landed, near=True)
-            except DamagedCopy as error:
+            except (DamagedCopy, OSError) as error:
+                if isinstance(error, DamagedCopy) and not is_shared(error.damage.file):
+                    raise
                 self._around.record(Note, reason=f"{error}: what has landed in memory is not used")
         with tier.open(self._plan.name) as folder:
             return self._examine_in(folder, near=tier is self._around.memory)

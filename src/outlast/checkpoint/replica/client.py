@@ -85,6 +85,8 @@ class PeerClient:
             found = channel.receive_json(Kind.ANSWER).get("length")
             if type(found) is not int or not 0 <= found <= MOST_BYTES:
                 raise NotUnderstood(self._peer, "the length of what follows", repr(found))
+            if end is not None and found != end - begin:
+                raise NotUnderstood(self._peer, f"{end - begin} bytes", f"{found} bytes")
             yield from channel.receive_file(label, found)
 
     def send(self, source: str, copy: str, files: Mapping[str, tuple[Path | bytes, str]]) -> int:

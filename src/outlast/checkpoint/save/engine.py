@@ -117,15 +117,18 @@ class Engine:
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
+        around = replace(around, memory=stage.tier, threads=threads)
         if around.identity.world_size > 1:
             place = self._place
             parallel = ParallelLoad(around, stage, members, place.node, place.credentials)
             around = replace(around, parallel=parallel)
+        if self._speaks:
+            stage.drop_landing()  # of a generation that was killed
         if members.together is not None or meeting.parts_left:
             torn = gather_parts(around, stage, members, self._place.node, self._place.credentials)
             replicas = (stage.joined, *stage.replica_tiers())
-            return replace(around, memory=stage.tier, replicas=replicas, torn=torn, threads=threads)
-        return replace(around, memory=stage.tier, threads=threads)
+            return replace(around, replicas=replicas, torn=torn)
+        return around
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Begin to make buffers, after the first step, on all ranks.
@@ -166,6 +169,8 @@ class Engine:
         spread = digesters(self._threads).map
         held = compare(around.rounds, around.leads, lasting, spread)
         if not held:
+            if self._speaks:
+                self._stage.drop_pools(0)
             return
         nodes = (
             (members.ranks,) if members.together is None else (one.ranks for one in members.together.nodes)
@@ -179,6 +184,8 @@ class Engine:
             around.record(Note, reason=text)
 
         self._shared = frozenset(held)
+        if self._speaks:
+            self._stage.drop_pools(min(files, len(held)))
         sharing = Sharing(around.identity, around.rounds, held, files, own, buffers, spread, report)
         self._stager.share(sharing)
         nbytes = sum(one.numel() * one.element_size() for one in held.values())
@@ -248,7 +255,9 @@ class Engine:
         if self._speaks:
             introduce(self._around, self._memory, self._members, self._around.settings.timeout)
             self._stage.drop_joined()
-            self._stage.drop_landing(self._limit if self._around.settings.ckpt_fully_parallel_save else 0)
+            self._stage.drop_landing(0 if self._compared else self._limit)
+            if self._compared:  # it shares nothing
+                self._stage.drop_pools(0)
         if self._around.settings.staging == "lazy":
             if _torch_compat.has_cuda_graph():
                 self._stager.replays = True

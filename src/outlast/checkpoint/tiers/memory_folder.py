@@ -48,7 +48,6 @@ _TRAININGS = "trainings"
 _TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
 LANDING = "landing"  # the folder, and the name under which the writer serves it
-_LANDED = 8  # buffers in a pool beyond which what has landed is removed
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
@@ -452,17 +451,25 @@ class Stage:
         for file in files:
             for free in self.free(pool_of(file)):
                 if not free.name.startswith("."):  # one that was being made when its maker was killed
-                    os.rename(free, place / file)
-                    break
+                    with contextlib.suppress(FileNotFoundError):  # taken meanwhile
+                        os.rename(free, place / file)
+                        break
             os.close(self.open_buffer(place / file))
         return place
 
-    def drop_landing(self, keep: int = _LANDED) -> None:
-        """Make buffers of what has landed; at most so many may lie in each pool."""
+    def drop_landing(self, keep: int = 0) -> None:
+        """Make buffers of what has landed; at most so many may lie in each pool, the others are removed."""
         for name in _names(self.landing.folder):
             with contextlib.suppress(OSError):
                 place = self.landing.folder / name
                 self.give_up(place, {pool_of(file): keep for file in _names(place)})
+
+    def drop_pools(self, first: int) -> None:
+        """Remove the buffers for shared files from a number on: this session has no such files."""
+        for name in _names(self.pool):
+            kind, _, number = name.partition("-")
+            if kind == _ALIKE and int(number) >= first:
+                shutil.rmtree(self.pool / name, ignore_errors=True)
 
     def open_buffer(self, path: Path) -> int:
         """Open a buffer, a new one if there is none.
