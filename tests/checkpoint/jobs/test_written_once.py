@@ -25,6 +25,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
 from outlast.checkpoint.tools.listing import Item, differences, look, tensors
 from outlast.config import CheckpointOptions
+from outlast.errors import CheckpointError
 from outlast.recovery.policy.events import Note
 from tests.support.jobs import DEADLINE, checkpointer, saver_process, saving, staged, together
 from tests.support.launching import until
@@ -482,3 +483,21 @@ def test_a_refusal_of_the_system_on_one_rank_costs_the_save_of_all(make: Callabl
     boxes[1].refuses = False
     node.save(jobs, 3, durable=True)
     assert all(saver.durable(3) for saver in node.savers)
+
+
+def test_ranks_that_save_different_steps_save_nothing(make: Callable[[], Ranks]) -> None:
+    node = make()
+    jobs = [Replica(rank, {"weight": big(1)}, {}) for rank in range(2)]
+    node.join(jobs)
+    node.save(jobs, 1)
+
+    def save(rank: int) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            node.savers[rank].stage(Order(2 + rank, False, "a test"), jobs[rank].state)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(save, (0, 1)))
+    assert texts[0] == texts[1]
+    assert "2, 3" in texts[0]
+    assert not any(name.startswith(copy_name(2, 1)[:14]) for name, _ in node.stage.stagings())

@@ -170,6 +170,7 @@ class Sharing:
             UsageError: something in the state of a rank cannot be saved exactly.
             PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
             OSError: it raised that on some rank.
+            CheckpointError: ranks save different steps.
             ExchangeFailed: ranks did not answer.
         """
         self.waited = 0.0
@@ -185,10 +186,15 @@ class Sharing:
             taken.append(capture(state))
             self._mine = self._digests(taken[0])
             arrived = time.monotonic()
-            return {"digest": xxh3_64_hexdigest(repr(list(self._mine.items())).encode())}
+            return {"step": step, "digest": xxh3_64_hexdigest(repr(list(self._mine.items())).encode())}
 
         said = _fine(self._rounds.hold("compared", digest))
         self.waited = time.monotonic() - arrived
+        steps = sorted({report.data["step"] for report in said.reports})
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"one step expected that all ranks save, {some(steps)} found; nothing is saved"
+            )
         before, self._alike = self._alike, frozenset(self._mine)
         if len({report.data["digest"] for report in said.reports}) > 1:
             self._find_alike(before, step)
