@@ -292,3 +292,19 @@ def test_when_what_earlier_sessions_left_in_memory_may_go() -> None:
     member = made(5, 6, 7)
     assert not member.supersedes(replicate=True)
     assert heard(member, Answer(replicated=0)).supersedes(replicate=True)
+
+
+def test_a_node_waits_until_it_was_told_how_a_copy_ended() -> None:
+    """Not until it reports that it has heard so: by then its writer may have ended."""
+    leader = Leader(["a", "b"], replicate=False)
+    reports = [Report(node, "s", written=(written(5),)) for node in "ab"]
+    assert not leader.hear(reports[0])
+    assert leader.waits
+    (found,) = leader.hear(reports[1])
+    leader.settled(found)
+    for report in reports:
+        assert leader.waits
+        assert leader.hear(report) == ()
+    assert not leader.waits
+    leader.hear(Report("a", "s", written=(written(5), written(6))))
+    assert leader.waits

@@ -174,6 +174,7 @@ class Leader:
         self._reports: dict[str, Report] = {}
         self._written: dict[tuple[str, str], dict[str, Written]] = {}
         self._unchanged: dict[str, int] = {}  # reports in a row, by node
+        self._waiting: dict[str, bool] = {}  # nodes that were not told yet how all their copies ended
         self._ahead = 1
         self.answer = Answer(durable_step=durable_step, leader=name)
 
@@ -200,12 +201,13 @@ class Leader:
             told[report.node] = written
             if new and len(told) == len(self._nodes):
                 found.append(_complete(told))
+        self._waiting[report.node] = any(written.step > over for written in report.written)
         return tuple(found)
 
     @property
     def waits(self) -> bool:
-        """Whether a node still wants to hear of a copy on its way to disk."""
-        return any(report.written for report in self._reports.values())
+        """Whether a node was not told yet, by an answer, how a copy on its way to disk ended."""
+        return any(self._waiting.values())
 
     def _turn(self) -> None:
         """Open the next round when this one is over."""
