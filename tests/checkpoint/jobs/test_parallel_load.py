@@ -227,7 +227,7 @@ def test_memory_that_is_cleaned_in_between_damages_no_copy_on_disk(
     team.start()
     assert (team.step, team.right(), name in team.on_disk()) == (1, True, True)
     assert sum(reads.whole) == 4 * shared_bytes(team, name)
-    assert "ranks read for themselves" in team.notes()
+    assert "each rank reads the shared files itself" in team.notes()
     assert not any(node.stage.landing.names() for node in team.nodes)
 
 

@@ -112,7 +112,7 @@ class ParallelLoad:
         said = {peer.name: agreed.reports[peer.ranks[0]].data for peer in self._peers}
         for node, data in said.items():
             if data["why"].startswith(_NO_ROOM):
-                reason = f"{name}: ranks of node {node} read for themselves: {data['why']}"
+                reason = f"{name}: each rank of node {node} reads the shared files itself: {data['why']}"
                 around.record(Note, reason=reason)
         landing = [peer for peer in self._peers if said[peer.name]["lands"]]
         if not self._shared or sum(len(peer.ranks) for peer in landing) < 2:
@@ -130,7 +130,7 @@ class ParallelLoad:
                     self._stage.drop_landing()
                 if agreed.worst[1].outcome is Outcome.DAMAGED:
                     return agreed
-                around.record(Note, reason=f"{name}: ranks read for themselves: {agreed.text}")
+                around.record(Note, reason=f"{name}: each rank reads the shared files itself: {agreed.text}")
                 return None
             done += [report.data for report in agreed.reports if report.data]
         if landing:
@@ -276,7 +276,7 @@ class ParallelLoad:
 
 
 class _Overlay(CopyFolder):
-    """A copy of which some files are in another folder."""
+    """A copy on disk whose shared files are read from the memory of this node."""
 
     def __init__(self, landed: CopyFolder, folder: CopyFolder) -> None:
         self._landed = landed

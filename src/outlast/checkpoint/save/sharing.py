@@ -192,16 +192,15 @@ class Sharing:
         self.waited = time.monotonic() - arrived
         steps = sorted({report.data["step"] for report in said.reports})
         if len(steps) > 1:
-            raise CheckpointError(
-                f"one step expected that all ranks save, {some(steps)} found; nothing is saved"
-            )
+            raise CheckpointError(f"ranks save different steps ({some(steps)}); nothing is saved")
         before, self._alike = self._alike, frozenset(self._mine)
         if len({report.data["digest"] for report in said.reports}) > 1:
             self._find_alike(before, step)
         elif before < self._alike == self._forms.keys():
             self._report(f"step {step}: ranks hold alike again what they should, and write it once")
         self._step = step
-        self._unlike_saves = self._unlike_saves + 1 if before == self._alike < self._forms.keys() else 0
+        again = self._unlike_saves if before == self._alike else 0
+        self._unlike_saves = again + 1 if self._alike < self._forms.keys() else 0
         if self._unlike_saves == _UNLIKE_SAVES:
             self._forms = {key: form for key, form in self._forms.items() if key in self._alike}
         return taken[0], self._part(taken[0], step)
