@@ -80,7 +80,8 @@ def test_between_sessions_the_writer_has_low_priority_only_while_ranks_train(nod
 
     node.saver.ensure()
     until(lambda: node.memory.status() is not None, "the writer")
-    assert group()[0] != Path("/proc/self/autogroup").read_text().split()[0]
+    own = Path("/proc/self/autogroup").read_text()  # empty in the session of a container's first process
+    assert group()[0] not in own.split()
     assert group()[1] == "0", "nobody trains yet"
     job = Job(0, width=600)  # 8.7 MB with the state of the optimizer
     saver = node.join(job, disk_bandwidth=8e5)
