@@ -366,6 +366,31 @@ def test_a_saver_that_comes_when_the_owner_has_gone_still_brings_the_state_to_di
     assert other.content() == content[3]
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["end", "next start"])
+def test_what_was_damaged_in_memory_takes_the_place_of_no_copy_on_disk(node: Node, ends: bool) -> None:
+    """The writer that brings it to disk is another one than that which took its digests."""
+    job = Job(0)
+    saver = node.join(job, keep_last_n=1)
+    content = train_and_save(saver, job, range(1, 3), lambda step: step == 1)
+    assert saver.durable(1)
+    folder = node.in_memory(2)
+    os.kill(node.saver.pid, signal.SIGSTOP)
+    assert saver.stage(Order(2, True, "again"), job.state)
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "the end of the first saver")
+    flip(folder / TENSORS, 2000)
+    if ends:
+        node.saver.ensure()
+        node.cut_off()
+    else:
+        other = Job(99)
+        node.join(other, generation=2)
+        assert other.content() == content[1]
+    until(lambda: node.logged("save_lost"), "the copy given up")
+    assert {one["step"] for one in node.logged("save_lost")} == {2}
+    assert DirectoryTier(node.durable).names() == [copy_name(1, 1)]
+
+
 def test_a_run_whose_only_copy_was_damaged_in_memory_never_starts_anew_by_itself(node: Node) -> None:
     job = Job(0)
     saver = node.join(job)

@@ -20,7 +20,7 @@ from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
 from tests.support.jobs import Job, saver_process
 from tests.support.launching import until
-from tests.support.memory_nodes import remove
+from tests.support.memory_nodes import flip, remove
 from tests.support.mounts import mounted, needs_root
 from tests.support.teams import Team
 
@@ -272,6 +272,26 @@ def test_when_the_job_ends_the_newest_copy_goes_to_disk_whole(team_of: Callable[
     assert not any(node.memory.root.exists() for node in team.nodes)
     team.start()
     assert (team.step, team.right()) == (5, True)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one disk", "a disk each"])
+def test_a_part_that_was_damaged_in_memory_takes_the_place_of_no_copy_on_disk(
+    team_of: Callable[..., Team], shared: bool
+) -> None:
+    """The writer that brings it to disk is another one than that which took its digests."""
+    team = team_of("a", "b", shared=shared)
+    team.start(keep_last_n=1)
+    team.train(1, durable=lambda _: True)
+    until(lambda: all(node.status().durable_step == 1 for node in team.nodes), "the copy on disk")
+    team.train(1)
+    node = team.nodes[1]
+    os.kill(node.saver.pid, signal.SIGKILL)
+    until(node.saver.ended, "its end")
+    flip(node.stage.tier.folder / copy_name(2, 1) / "rank-00001-of-00002.safetensors", 2000)
+    node.saver.ensure()
+    team.end()
+    assert 2 in {one["step"] for node in team.nodes for one in node.logged("save_lost")}
+    assert DirectoryTier(node.durable).names() == [copy_name(1, 1)]
 
 
 def test_what_one_node_cannot_write_is_lost_for_all_and_said_with_its_reason(

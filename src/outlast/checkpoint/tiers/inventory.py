@@ -183,21 +183,31 @@ def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
 def _require_content(folder: CopyFolder, file: FileEntry) -> None:
     """Check that every byte of a safetensors file, and the digests beside it, are as they were committed."""
     read_digests(folder, file)
-    with folder.open(file.name, file.nbytes) as (descriptor, size):
-        _require_digest(file.name, file.digest, digest_of(descriptor, size, file.name))
+    require_bytes(folder, file)
+
+
+def require_bytes(folder: CopyFolder, entry: FileEntry) -> None:
+    """Check that a folder has a file with every byte of an entry.
+
+    Raises:
+        DamagedCopy: it is missing, or another one.
+        OSError: the file system refused.
+    """
+    with folder.open(entry.name, entry.nbytes) as (descriptor, size):
+        _require_digest(entry.name, entry.digest, digest_of(descriptor, size, entry.name))
 
 
 def holds(folder: CopyFolder, entry: FileEntry) -> bool:
-    """Say whether a folder has a file with every byte of an entry.
+    """Return whether a folder has a file with every byte of an entry.
 
     Raises:
         OSError: the file system refused.
     """
     try:
-        with folder.open(entry.name, entry.nbytes) as (descriptor, size):
-            return digest_of(descriptor, size, entry.name) == entry.digest
+        require_bytes(folder, entry)
     except DamagedCopy:
         return False
+    return True
 
 
 def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:

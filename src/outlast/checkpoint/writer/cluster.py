@@ -432,7 +432,7 @@ class TeamKeeper(CopyCommitter):
             return super()._write(name)
         names = [peer.name for peer in together.nodes]
         place = (names.index(self._node), len(names))
-        return partial(write_part, name, self._stage.tier, self._tier, place)
+        return partial(write_part, name, self._stage.tier, self._tier, place, name in self._found)
 
     def _settle(self) -> None:
         if self._disk.task is None and self._to_commit:

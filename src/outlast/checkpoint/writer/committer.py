@@ -207,6 +207,7 @@ class CopyCommitter:
         self._niceness = -1  # of the session; as the keeper of an earlier generation left it
         self._uploads = self._open_uploads()
         self._stage.make()
+        self._found = frozenset(self._stage.tier.names())  # in memory, of an earlier writer
         self._sweep_disk()  # before a staged state is completed, which is written while it is digested
         for name, session in self._stage.stagings():
             if not self._take(name, session) and session != members.session:
@@ -558,7 +559,7 @@ class CopyCommitter:
 
     def _write(self, name: str) -> Callable[[], Any]:
         """Return what brings a copy to disk."""
-        return partial(write_copy, name, self._stage.tier, self._tier)
+        return partial(write_copy, name, self._stage.tier, self._tier, name in self._found)
 
     def _done(self, done: Done) -> None:
         if done.task.kind == "write":

@@ -24,7 +24,7 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
 )
 from outlast.checkpoint.policy.retention import removals
-from outlast.checkpoint.tiers.inventory import holds, read_manifest
+from outlast.checkpoint.tiers.inventory import holds, read_manifest, require_bytes
 from outlast.checkpoint.tiers.memory_folder import Members
 from outlast.checkpoint.tiers.remote import Remote, content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -114,7 +114,9 @@ class Tasks:
             self.done()
 
 
-def write_part(name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int]) -> Manifest:
+def write_part(
+    name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int], found: bool
+) -> Manifest:
     """Write this node's files of a copy into a folder that all nodes share; return its manifest.
 
     Of the files that all ranks share, which every node has, each node writes some.
@@ -125,9 +127,10 @@ def write_part(name: str, source: DirectoryTier, target: DirectoryTier, place: t
         source: the tier in memory.
         target: the durable tier.
         place: number of this node, and how many there are.
+        found: the copy is of an earlier writer, so its bytes are compared with their digests.
 
     Raises:
-        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        DamagedCopy: a byte in the source is not as it was written.
         OSError: the file system refused.
     """
     with source.open(name) as folder:
@@ -153,6 +156,9 @@ def write_part(name: str, source: DirectoryTier, target: DirectoryTier, place: t
             if entry in there:  # a writer that was here before may have reported it
                 target.sync(temporary, entry.name)
                 continue
+            if found:
+                with source.open(name) as folder:
+                    require_bytes(folder, entry)
             (target.folder / temporary / entry.name).unlink(missing_ok=True)
             contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
         target.write(temporary, contents)
@@ -267,22 +273,30 @@ def names_of(ranks: Iterable[int], world_size: int, shared: int) -> list[Names]:
     return own + [alike_files(number, shared) for number in range(shared)]
 
 
-def write_copy(name: str, source: DirectoryTier, target: DirectoryTier) -> int:
+def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, found: bool) -> int:
     """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
 
-    If it is there already, it stays as it is. The bytes are not digested again: their digests were taken
-    before, and every load compares.
+    If it is there already, it stays as it is.
+
+    Args:
+        name: of the copy.
+        source: the tier in memory.
+        target: the durable tier.
+        found: the copy is of an earlier writer, so its bytes are compared with their digests: retention
+            would remove an older, sound one for it.
 
     Raises:
         CheckpointError: another copy has that name.
-        DamagedCopy: manifest or COMMIT in the source are not as they were written.
+        DamagedCopy: a byte in the source is not as it was written.
         OSError: the file system refused; nothing of the copy is left in the target.
     """
     with source.open(name) as folder:
         manifest, _ = read_manifest(folder, name)
-    if name in target.names():
-        require_same(name, source, target)
-        return manifest.nbytes
+        if name in target.names():
+            require_same(name, source, target)
+            return manifest.nbytes
+        for entry in manifest.needed() if found else ():
+            require_bytes(folder, entry)
     files = names_of(manifest.ranks, manifest.world_size, len(manifest.shared))
     ahead = Ahead(name, source.folder / name, files, target)
     ahead.settle(True)
