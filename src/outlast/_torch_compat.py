@@ -238,8 +238,22 @@ def one_behind_the_other(tensors: list[Tensor]) -> Tensor:
     """Return the elements of tensors of one device and type in one tensor, in a call for all of them."""
     import torch
 
-    found: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    return found.resolve_conj().resolve_neg()
+    kind = tensors[0].device.type
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(kind):  # it would change types
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        found: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+        return found.resolve_conj().resolve_neg()
+
+
+def local_and_placement(tensor: Tensor) -> tuple[Tensor, object]:
+    """Return this process's part of a distributed tensor, and a value that is equal for equal placements.
+
+    The types of placements are compared, too: a strided shard was equal to a plain one once.
+    """
+    spec = tensor._spec  # type: ignore[attr-defined]
+    return tensor._local_tensor, (spec, tuple(map(type, spec.placements)))  # type: ignore[attr-defined]
 
 
 def groups_by_backend() -> dict[str, list[ProcessGroup]]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outlast.checkpoint.content import transfers
-from outlast.checkpoint.content.transfers import Transfers, octets_of
+from outlast.checkpoint.content.transfers import CopyPlan, Transfers, copy_tensors, octets_of
 
 _TYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex64, torch.int64)
 
@@ -105,6 +105,45 @@ def test_a_permuted_tensor_is_made_contiguous_in_parts() -> None:
         Transfers([(one, 0)], image).finish(1)
     assert torch.equal(image.view(torch.int16), one.reshape(-1))
     assert seen.calls["clone"] == 128  # 64 rows of 128 bytes, and 100 at a time
+
+
+@given(tensors=st.lists(_tensors(), max_size=12), gap=st.integers(0, 1))
+def test_a_plan_brings_every_byte_to_its_place(tensors: list[torch.Tensor], gap: int) -> None:
+    """Tiny tensors of one type that follow each other go together; the plan serves others of the form."""
+    begins, at = [], 0
+    for one in tensors:
+        begins.append(at)
+        at += one.numel() * one.element_size() + gap
+    expected, image = (torch.full((at + 1,), 255, dtype=torch.uint8) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_TINY": 64, "_RUN": 100}.items():
+            patch.setattr(transfers, name, value)
+        plan = CopyPlan.of(tensors, begins)
+        for _ in range(2):
+            for one, begin in zip(tensors, begins, strict=True):
+                torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage()).random_(0, 2)  # type: ignore[call-overload]
+                octets = octets_of(one)
+                expected[begin : begin + octets.numel()] = octets
+            plan.copy(tensors, image, 2)
+            assert torch.equal(image, expected)
+
+
+def test_a_context_of_autocast_does_not_reach_a_copy() -> None:
+    tensors = [torch.full((3,), number, dtype=torch.float16) for number in range(4)]
+    image = torch.zeros(24, dtype=torch.uint8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        copy_tensors(zip(tensors, range(0, 24, 6), strict=True), image, 1)
+    assert torch.equal(image.view(torch.float16), torch.cat(tensors))
+
+
+def test_40_000_tensors_of_the_host_are_copied_in_few_calls() -> None:
+    tensors = [torch.full((100,), number) for number in range(40_000)]
+    plan = CopyPlan.of(tensors, range(0, 800 * len(tensors), 800))
+    image = torch.zeros(800 * len(tensors), dtype=torch.uint8)
+    with Transferred() as seen:
+        plan.copy(tensors, image, 1)
+    assert seen.calls["cat"] == 8  # of 4 MiB each
+    assert torch.equal(image.view(torch.int64), torch.arange(40_000).repeat_interleave(100))
 
 
 @given(tensors=st.lists(_tensors(), max_size=12))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import torch
 
 from outlast.checkpoint.content.digest import chunk_digests, row_of
 from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.state import capture_random, content_of, restore_random
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
 from outlast.checkpoint.policy.table import place_in_meshes
+from outlast.checkpoint.save import staging as stager
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.staging import Order, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.fields import Fields
+from tests.support import changes
 from tests.support.jobs import DEADLINE, Job
 
 IDENTITY = Identity("run-a", 1, 0, 1)
@@ -69,16 +72,18 @@ def test_a_long_run_id_does_not_shift_what_is_staged_at_a_step_with_more_digits(
         assert same(staging.content(step, state)["box"], state["box"])  # type: ignore[arg-type]
 
 
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
+def same(one: Any, other: Any) -> bool:
+    """Return whether two contents are the same, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        plain = [each.detach().resolve_conj().resolve_neg().contiguous() for each in (one, other)]
+        form = one.dtype == other.dtype and one.shape == other.shape
+        octets = [each.reshape(-1).view(torch.uint8) for each in plain]
+        return form and torch.equal(*octets)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def expected(state: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +164,40 @@ def test_views_of_one_memory_that_differ_are_not_taken_for_each_other(staging: S
     own |= {"conjugate": (both := torch.tensor([1 + 2j])).conj(), "complex": both}
     state: dict[str, Any] = {"own": own}
     assert same(staging.content(1, state), expected(state))
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("part", range(4))
+def test_after_any_changes_a_save_has_the_state_of_its_moment(
+    tmp_path: Path, seed: int, part: int, lazily: bool
+) -> None:
+    dice = random.Random(seed + part)
+    run, staging = changes.Run(dice), Staging(tmp_path)
+    for step in range(1, 60):
+        change = dice.choice(changes.CHANGES)
+        getattr(run, change)()
+        found = staging.content(step, run.state, lazily)
+        shutil.rmtree(staging.stage.staged)
+        staging.stage.make()
+        for name, holder in run.state.items():
+            assert same(found[name], content_of(holder)), (change, name)
+
+
+def test_a_layout_that_could_not_be_made_is_made_by_the_next_save(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = {"x": torch.ones(4)}
+    staging.content(1, {"box": box})
+    box["x"] = torch.rand(1000)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager, "lay_out", fails)
+        with pytest.raises(MemoryError):
+            staging.content(2, {"box": box})
+    assert same(staging.content(3, {"box": box})["box"], box)
 
 
 def test_random_states_come_back_in_both_forms() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.content.transfers import CopyPlan
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.save import staging
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
@@ -46,14 +46,14 @@ def test_an_owner_with_more_than_1024_files_open_is_served(node: Node) -> None:
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Return what the thread that copies lazily waits for; else it may be done before a change."""
-    found, copy = threading.Event(), staging.copy_tensors
+    found, copy = threading.Event(), CopyPlan.copy
 
     def later(*given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert found.wait(DEADLINE)
         copy(*given)
 
-    monkeypatch.setattr(staging, "copy_tensors", later)
+    monkeypatch.setattr(CopyPlan, "copy", later)
     return found
 
 

@@ -424,9 +424,9 @@ def test_what_is_written_is_what_was_compared(
     node.committed(1)
     share = Sharing.share
 
-    def changed(self: Sharing, state: Any, step: int) -> Any:
+    def changed(self: Sharing, *given: Any) -> Any:
         """A thread of the script writes to a tensor of rank 0 after ranks have compared."""
-        found = share(self, state, step)
+        found = share(self, *given)
         if self._identity.rank == 0:
             for one in jobs[0].tensors.values():
                 flip(one)

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from outlast import _torch_compat
 from outlast.errors import UsageError
 from outlast.parallelism.policy.slices import Part, Split, part_of
 
@@ -173,10 +174,10 @@ def possible() -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that is in this process; of a plain one that is all of it."""
-    if distributed(tensor):
-        local: torch.Tensor = tensor.detach().to_local()
-        return local
-    return tensor
+    if not distributed(tensor):
+        return tensor
+    local, _ = _torch_compat.local_and_placement(tensor)
+    return local if type(local) is torch.Tensor and not local.requires_grad else tensor.detach().to_local()
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:

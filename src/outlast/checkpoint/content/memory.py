@@ -20,7 +20,6 @@ from outlast.ipc.limits import processors
 
 Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of torch's own allocator: kernels may round differently on other addresses
-_HUGE_BYTES = 2 << 20
 _SLICE_BYTES = 8 << 20  # what a thread copies at a time
 _PAGES_BYTES = 64 << 20  # populated at a time; mmap and munmap of other threads wait for some 20 ms
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on

@@ -145,7 +145,7 @@ def _tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LAZY = "has no shape yet; pass a batch through a lazy module before session.restore"
 _RESERVED = "__metadata__"  # safetensors' own key
 _EXTRA = "_extra_state"  # torch's last word of the key of what a module's get_extra_state returns
@@ -164,6 +164,8 @@ class Captured:
         pieces: of which whole the distributed tensors are parts, by key.
         parameters: what each optimizer steps, in its order; see :func:`parameters_of`.
         flags: of each module.
+        form: the same object in two captures only if the tensors have kept keys, addresses, shapes, strides
+            and types.
     """
 
     values: dict[str, Json]
@@ -174,6 +176,7 @@ class Captured:
     pieces: dict[str, Piece] = field(default_factory=dict)
     parameters: dict[str, list[list[Any]]] = field(default_factory=dict)
     flags: Flags = field(default_factory=dict)
+    form: object = field(default_factory=object, compare=False)
 
 
 @dataclass
@@ -232,7 +235,7 @@ def _require_plain(tensor: torch.Tensor, path: Path) -> None:
     why = ""
     if is_lazy(tensor):
         why = _LAZY
-    elif type(tensor) not in _PLAIN_TENSORS:
+    elif type(tensor) not in PLAIN_TENSORS:
         kind = type(tensor)
         why = (
             f"is a {kind.__module__}.{kind.__qualname__}; copying its bytes would lose what the type adds"
@@ -417,20 +420,35 @@ def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[Any]]]:
     Of each parameter the name that it has in a module of the state, "model.blocks.0.weight" (empty: in none),
     its form, and its strides where its elements are not one behind the other.
     """
+    stepped = stepped_in(state)
+    return {
+        name: [
+            [key, form_of(parameter), *_order_of(parameter)]
+            for key, parameter in zip(keys, stepped[name], strict=True)
+        ]
+        for name, keys in names_of(stepped, state).items()
+    }
+
+
+def stepped_in(state: Mapping[str, object]) -> dict[str, list[torch.Tensor]]:
+    """Return the parameters of each optimizer, in its order."""
+    optimizers = {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
+    return {
+        name: [parameter for group in one.param_groups for parameter in group["params"]]
+        for name, one in optimizers.items()
+    }
+
+
+def names_of(
+    stepped: Mapping[str, Sequence[torch.Tensor]], state: Mapping[str, object]
+) -> dict[str, list[str]]:
+    """Return the names that parameters have in the modules of a state; empty: none."""
     names: dict[int, str] = {}
     for name, holder in state.items():
         if isinstance(holder, torch.nn.Module):
             for key, parameter in holder.named_parameters():
                 names.setdefault(id(parameter), f"{name}.{key}")
-    return {
-        name: [
-            [names.get(id(parameter), ""), form_of(parameter), *_order_of(parameter)]
-            for group in holder.param_groups
-            for parameter in group["params"]
-        ]
-        for name, holder in state.items()
-        if isinstance(holder, torch.optim.Optimizer)
-    }
+    return {name: [names.get(id(one), "") for one in parameters] for name, parameters in stepped.items()}
 
 
 def _order_of(parameter: torch.Tensor) -> tuple[list[int], ...]:

@@ -8,7 +8,7 @@ permuted tensor is made contiguous in parts, so that the device need not have ro
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from outlast.checkpoint.content.memory import copy_slices
 
 SMALL = 1 << 20  # bytes; at 50 GB/s such a copy takes as long as to begin one
 GATHERED = 64 << 20  # bytes that are gathered at a time, and that are made contiguous at a time
+_TINY = 16 << 10  # bytes; a larger tensor of the host takes longer to copy twice than to look at
+_RUN = 4 << 20  # bytes of tiny tensors that are put one behind the other at a time; a cache holds them
 WINDOW = 256 << 20  # bytes; no copy crosses a multiple of it, where registered memory has a seam
 
 
@@ -35,6 +37,71 @@ _JOINED = (  # what every device can put one behind the other; other types are t
 )
 
 
+@dataclass(frozen=True)
+class CopyPlan:
+    """How tensors come to their places in an image: found once for tensors of one form.
+
+    Args:
+        begins: where the bytes of each tensor begin in the image.
+        runs: tiny tensors of the host that follow each other: first, last but one, begin and bytes.
+        moves: other plain tensors of the host: which, begin and bytes.
+        rest: all others.
+    """
+
+    begins: Sequence[int]
+    runs: Sequence[tuple[int, int, int, int]]
+    moves: Sequence[tuple[int, int, int]]
+    rest: Sequence[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> CopyPlan:
+        """Return that of tensors, and where their bytes begin in the image."""
+        runs: list[tuple[int, int, int, int]] = []
+        moves: list[tuple[int, int, int]] = []
+        rest: list[int] = []
+        for at, (one, begin) in enumerate(zip(tensors, begins, strict=True)):
+            nbytes = one.numel() * one.element_size()
+            if not is_plain(one):
+                rest.append(at)
+            elif nbytes >= _TINY or one.dtype not in _JOINED:
+                moves.append((at, begin, nbytes))
+            elif (
+                runs
+                and runs[-1][1] == at
+                and sum(runs[-1][2:]) == begin
+                and runs[-1][3] < _RUN
+                and tensors[at - 1].dtype == one.dtype
+            ):
+                first, _, its, size = runs[-1]
+                runs[-1] = (first, at + 1, its, size + nbytes)
+            else:
+                runs.append((at, at + 1, begin, nbytes))
+        return cls(begins, runs, moves, rest)
+
+    def copy(self, tensors: Sequence[torch.Tensor], image: torch.Tensor, threads: int) -> None:
+        """Copy the bytes of tensors to their places, and wait for the end.
+
+        Args:
+            tensors: of the form of those that this was made of.
+            image: bytes in host memory.
+            threads: that copy within the host's memory, the caller's included.
+        """
+        others = [(tensors[at], self.begins[at]) for at in self.rest]
+        there = Transfers(((one, begin) for one, begin in others if not one.is_cpu), image)
+        target = image.data_ptr()
+        for first, last, begin, nbytes in self.runs:
+            octets = _torch_compat.one_behind_the_other(list(tensors[first:last]))
+            ctypes.memmove(target + begin, octets.data_ptr(), nbytes)
+        for one, begin in others:
+            if one.is_cpu:
+                # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
+                octets = octets_of(one)
+                ctypes.memmove(target + begin, octets.data_ptr(), octets.numel())
+        moves = ((target + begin, tensors[at].data_ptr(), nbytes) for at, begin, nbytes in self.moves)
+        copy_slices(moves, threads)
+        there.finish(threads)
+
+
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor, threads: int) -> None:
     """Copy the bytes of tensors to their places in an image, and wait for the end.
 
@@ -43,19 +110,9 @@ def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor,
         image: bytes in host memory.
         threads: that copy within the host's memory, the caller's included.
     """
-    pairs = list(pairs)
-    there = Transfers(((one, begin) for one, begin in pairs if not one.is_cpu), image)
-    target, moves = image.data_ptr(), []
-    for one, begin in pairs:
-        nbytes = one.numel() * one.element_size()
-        if is_plain(one):
-            moves.append((target + begin, one.data_ptr(), nbytes))
-        elif one.is_cpu:
-            # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
-            octets = octets_of(one)
-            ctypes.memmove(target + begin, octets.data_ptr(), nbytes)
-    copy_slices(moves, threads)
-    there.finish(threads)
+    listed = list(pairs)
+    tensors, begins = [one for one, _ in listed], [begin for _, begin in listed]
+    CopyPlan.of(tensors, begins).copy(tensors, image, threads)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

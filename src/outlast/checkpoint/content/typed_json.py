@@ -124,6 +124,9 @@ class Encoder:
         return [self.encode(each, (*path, str(place))) for place, each in enumerate(values)]
 
     def _list(self, value: list[Any], path: Path) -> Json:
+        value = list(value)  # a thread of the script may change it
+        if set(map(type, value)) == _WHOLE and min(value) >= -_LARGEST and max(value) <= _LARGEST:
+            return value  # an optimizer numbers its parameters, of which there may be 10,000
         return self._items(value, path)
 
     def _tuple(self, value: Any, path: Path) -> Json:
@@ -169,6 +172,8 @@ class Encoder:
 
 
 _TEXT = {str}
+_WHOLE = {int}
+_LARGEST = (1 << 64) - 1
 _KEYS = Encoder()  # a key of a mapping is no tensor
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "torch.Size"}
 _MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "OrderedDict", Counter: "Counter"}

@@ -1,8 +1,7 @@
 """Reading whole safetensors files, or parts of tensors; every chunk is verified before it is used.
 
 While one thread waits for the disk others digest. Pages in the page cache are read from there; the rest is
-read with O_DIRECT, which saves a copy and as much host memory again. A file that the page cache holds is
-read twice rather than copied through new memory, which takes the kernel longer to provide.
+read with O_DIRECT, which saves a copy and as much host memory again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ _UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
-_LACKING = 16  # of which one page may be missing in a file that is read twice
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that mincore defines
 
 

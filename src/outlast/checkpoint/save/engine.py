@@ -15,7 +15,7 @@ import torch
 
 from outlast import _torch_compat
 from outlast.checkpoint.content.memory import share_of_processors
-from outlast.checkpoint.content.state import capture
+from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
 from outlast.checkpoint.load.parallel import ParallelLoad
@@ -37,7 +37,7 @@ from outlast.checkpoint.save.rendezvous import (
     introduce,
 )
 from outlast.checkpoint.save.sharing import Sharing, compare, digesters
-from outlast.checkpoint.save.staging import LayOut, Order, Stager, lay_out_rank
+from outlast.checkpoint.save.staging import Order, RankLayout, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.writer_process import is_locked
 from outlast.errors import CheckpointError, SaveFailed
@@ -104,7 +104,7 @@ class Engine:
         self._compared = around.identity.world_size == 1 or not around.settings.ckpt_fully_parallel_save
 
         def nbytes() -> int:
-            self._nbytes = self._expected(state, lay_out_rank(around.identity))
+            self._nbytes = self._expected(capture(state), state, RankLayout(around.identity))
             return self._nbytes
 
         members = self._members = meeting.hold(nbytes, avoid)
@@ -144,7 +144,7 @@ class Engine:
             agreed = self._around.rounds.hold("sized", lambda: {"sized": sized})
             if all(report.data["sized"] for report in agreed.reports):
                 self._share(state)
-        self._stager.prepare(self._expected(state, self._stager.lay_out))
+        self._stager.prepare(self._expected(self._stager.capture(state), state, self._stager.layout))
 
     @property
     def waited(self) -> float:
@@ -195,11 +195,9 @@ class Engine:
             " once a node; digests are compared at every save",
         )
 
-    def _expected(self, state: Mapping[str, object], lay_out: LayOut) -> int:
+    def _expected(self, captured: Captured, state: Mapping[str, object], layout: RankLayout) -> int:
         """Return how large this rank's file will be once every optimizer has stepped."""
-        captured = capture(state)
-        own = {key: one for key, one in captured.tensors.items() if key not in self._shared}
-        nbytes = lay_out(own, captured.pieces, 0).nbytes
+        nbytes = layout.of(captured, self._shared, 0).nbytes
         for holder in state.values():
             if isinstance(holder, torch.optim.Optimizer) and not holder.state:
                 groups = (one for group in holder.param_groups for one in group["params"])
@@ -353,7 +351,7 @@ class Engine:
         """Return what has changed since a step was staged; nothing where it was not."""
         if self._staged is None or self._staged.step != step or self._stager.fingerprint is None:
             return []
-        return self._stager.fingerprint.changed(capture(state))
+        return self._stager.fingerprint.changed(self._stager.capture(state))
 
     def _patience(self, order: Order) -> float:
         """Return for how many seconds a save waits for room in memory."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
 
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.typed_forms import Json
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,9 @@ class Fingerprint:
     @classmethod
     def of(cls, captured: Captured) -> Fingerprint:
         """Return that of a state."""
-        found = {key: (one.data_ptr(), one._version) for key, one in captured.tensors.items()}
-        return cls(captured.values, found)
+        tensors = list(captured.tensors.values())
+        places = zip(map(torch.Tensor.data_ptr, tensors), map(_VERSION, tensors), strict=True)
+        return cls(captured.values, dict(zip(captured.tensors, places, strict=True)))
 
     def changed(self, captured: Captured) -> list[str]:
         """Return what has changed since: names of objects, and keys of tensors that were written to.

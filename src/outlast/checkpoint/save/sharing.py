@@ -141,6 +141,7 @@ class Sharing:
         self._report = report
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
         self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
+        self._same: tuple[object, object, list[str]] = (None, None, [])  # for a state's form, and for these
         self._own = own if own < len(self._files) else -1
         self._notes = notes_of_alike(0, identity)
         self._layouts = [lay_out({key: held[key] for key in keys}, self._notes) for keys in self._files]
@@ -157,7 +158,9 @@ class Sharing:
         if self.buffers is not None:
             self.buffers.prepare_beside(self._layouts[self._own].nbytes)
 
-    def share(self, state: Mapping[str, object], step: int) -> tuple[Captured, Share]:
+    def share(
+        self, capture: Callable[[Mapping[str, object]], Captured], state: Mapping[str, object], step: int
+    ) -> tuple[Captured, Share]:
         """Capture a state, and compare; every rank calls it for the same steps.
 
         A rank that could not stage a step may be asked for the same step again: the others are not, so it
@@ -207,10 +210,12 @@ class Sharing:
 
     def _digests(self, captured: Captured) -> dict[str, int]:
         """Return the digests of the tensors that still have the form in which ranks held them alike."""
-        same = {
-            key: captured.tensors[key] for key, form in self._forms.items() if form == _form_of(captured, key)
-        }
-        return dict(zip(same, digests_of(list(same.values()), self._spread), strict=True))
+        form, forms, keys = self._same
+        if form is not captured.form or forms is not self._forms:
+            keys = [key for key, one in self._forms.items() if one == _form_of(captured, key)]
+            self._same = captured.form, self._forms, keys
+        numbers = digests_of([captured.tensors[key] for key in keys], self._spread)
+        return dict(zip(keys, numbers, strict=True))
 
     def _find_alike(self, before: Collection[str], step: int) -> None:
         """Find out what all ranks hold alike where that is not everything."""

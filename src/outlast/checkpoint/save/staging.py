@@ -13,13 +13,13 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.codecs import Piece, local_of
+from outlast.checkpoint.content.codecs import local_of
 from outlast.checkpoint.content.format import (
     Layout,
     lay_out,
@@ -29,11 +29,13 @@ from outlast.checkpoint.content.format import (
 )
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import text_of
-from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.recapture import Capturer
+from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.tensor_digest import Mark, digest_of_copy, is_marked, marks_of
-from outlast.checkpoint.content.transfers import copy_tensors
+from outlast.checkpoint.content.transfers import CopyPlan
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
+from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.fingerprint import Fingerprint
 from outlast.checkpoint.save.sharing import NO_PART, Share, Sharing, digesters
@@ -76,7 +78,7 @@ class _Copying:
     captured: Captured
     layout: Layout
     buffer: Buffer
-    late: Collection[str]  # keys of the tensors that are copied late
+    late: frozenset[str]  # keys of the tensors that are copied late
     marks: dict[str, Mark]  # of those in the rank's own file
     moment: DeviceMoment
     cursor: object
@@ -112,25 +114,66 @@ class Taken:
     began: float  # monotonic seconds
 
 
-LayOut = Callable[[Mapping[str, torch.Tensor], Mapping[str, Piece], int], Layout]
+@dataclass(frozen=True)
+class _LaidOut:
+    """A layout, and of what."""
+
+    form: object
+    borrowed: frozenset[str]
+    kinds: list[tuple[Any, ...]]
+    notes: dict[str, str]
+    layout: Layout
 
 
-def lay_out_rank(identity: Identity) -> LayOut:
-    """Return what places a rank's own tensors in its file: as the last time, if their forms are equal.
+class RankLayout:
+    """Places a rank's own tensors in its file: as the last time, if their forms are equal.
 
-    It takes the tensors by key, the pieces among them, and the step.
+    Args:
+        identity: the rank.
     """
-    known: list[tuple[list[tuple[Any, ...]], dict[str, str], Layout]] = []
 
-    def place(own: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece], step: int) -> Layout:
-        notes = notes_of(step, identity)
-        kinds = [(key, one.dtype, one.shape, one.stride(), pieces.get(key)) for key, one in own.items()]
-        if known and known[0][0] == kinds:
-            return readdress(known[0][2], known[0][1], notes)
-        known[:] = [(kinds, notes, lay_out(own, notes, pieces))]
-        return known[0][2]
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._known: _LaidOut | None = None
 
-    return place
+    def of(self, captured: Captured, borrowed: Collection[str], step: int) -> Layout:
+        """Return where the tensors of a state go, those apart that are in other files.
+
+        Args:
+            captured: the state.
+            borrowed: keys of the tensors in other files.
+            step: completed steps.
+        """
+        notes, pieces, known = notes_of(step, self._identity), captured.pieces, self._known
+        apart = frozenset(borrowed)
+        if known is None or known.form is not captured.form or known.borrowed != apart:
+            own = {key: one for key, one in captured.tensors.items() if key not in apart}
+            kinds = [(key, one.dtype, one.shape, one.stride(), pieces.get(key)) for key, one in own.items()]
+            if known is None or known.kinds != kinds:
+                known = _LaidOut(captured.form, apart, kinds, notes, lay_out(own, notes, pieces))
+            else:
+                known = replace(known, form=captured.form, borrowed=apart)
+            self._known = known
+        return readdress(known.layout, known.notes, notes)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How some of the tensors of one form come into a file.
+
+    Args:
+        form: of the state.
+        entries: of the file.
+        late: which of the tensors are copied late.
+        keys: of the tensors that are copied now.
+        plan: of their copy.
+    """
+
+    form: object
+    entries: Mapping[str, TensorEntry]
+    late: Collection[str]
+    keys: Sequence[str]
+    plan: CopyPlan
 
 
 class Stager:
@@ -171,7 +214,10 @@ class Stager:
         atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
         self._untold: OSError | None = None
         self.replays = False  # a CUDA graph steps an optimizer
-        self.lay_out = lay_out_rank(identity)
+        self.layout = RankLayout(identity)
+        self.capture = Capturer().capture
+        self._routes: dict[tuple[int, bool], _Route] = {}
+        self._late: tuple[tuple[object, list[bool]], frozenset[str]] = ((None, []), frozenset())
         self._sharing: Sharing | None = None
         self.fingerprint: Fingerprint | None = None  # of the latest state
         self.began = ""  # the copy that this generation began from
@@ -212,8 +258,8 @@ class Stager:
         """
         began = time.monotonic()
         if self._sharing is None:
-            return Taken(order, capture(state), NO_PART, began)
-        return Taken(order, *self._sharing.share(state, order.step), began)
+            return Taken(order, self.capture(state), NO_PART, began)
+        return Taken(order, *self._sharing.share(self.capture, state, order.step), began)
 
     @property
     def waited(self) -> float:
@@ -238,8 +284,7 @@ class Stager:
         order, captured, share = taken.order, taken.captured, taken.share
         began = time.monotonic()
         self.fingerprint = Fingerprint.of(captured)
-        own = {key: one for key, one in captured.tensors.items() if key not in share.borrowed}
-        layout = self.lay_out(own, captured.pieces, order.step)
+        layout = self.layout.of(captured, share.borrowed, order.step)
         name = copy_name(order.step, self._identity.generation)
         buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
         if buffer is None:
@@ -249,13 +294,14 @@ class Stager:
             left = began + timeout - time.monotonic()
             if not self._claim_second(share, name, left, buffer):
                 return None
-        late = _of_optimizers(state, captured) if lazily and not self.replays else set()
-        late &= own.keys() | share.written_keys
-        marks = marks_of({key: own[key] for key in late & own.keys()}, digesters(self._threads).map)
+        late = self._late_keys(state, captured) if lazily and not self.replays else frozenset[str]()
+        marked = {key: captured.tensors[key] for key in late & layout.entries.keys()}
+        marks = marks_of(marked, digesters(self._threads).map)
+        late &= layout.entries.keys() | share.written_keys
         cursor = Encoder().encode(order.cursor, ("cursor",))
         moment = DeviceMoment(captured.tensors[key] for key in late)
         copying = _Copying(order, captured, layout, buffer, late, marks, moment, cursor, share)
-        self._copy(self._threads, copying, captured.tensors.keys() - late)
+        self._copy(self._threads, copying, late=False)
         blocked = time.monotonic() - taken.began
         self._copied.clear()
         self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
@@ -305,12 +351,32 @@ class Stager:
         if untold is not None:
             raise untold
 
-    def _copy(self, threads: int, copying: _Copying, keys: Iterable[str]) -> None:
-        tensors, wanted = copying.captured.tensors, set(keys)
-        for layout, buffer in copying.images:
-            entries = layout.entries
-            here = [(tensors[key], entries[key].begin) for key in entries.keys() & wanted]
-            copy_tensors(here, as_tensor(buffer.memory), threads)
+    def _copy(self, threads: int, copying: _Copying, late: bool) -> None:
+        """Copy what is copied late, or all else."""
+        tensors = copying.captured.tensors
+        for number, (layout, buffer) in enumerate(copying.images):
+            route = self._routes.get((number, late))
+            if route is None or not (
+                route.form is copying.captured.form
+                and route.entries is layout.entries
+                and route.late == copying.late
+            ):
+                entries = layout.entries
+                keys = [key for key in entries if (key in copying.late) is late]
+                plan = CopyPlan.of([tensors[key] for key in keys], [entries[key].begin for key in keys])
+                route = _Route(copying.captured.form, entries, copying.late, keys, plan)
+                self._routes[number, late] = route
+            here = [tensors[key] for key in route.keys]
+            route.plan.copy(here, as_tensor(buffer.memory), threads)
+
+    def _late_keys(self, state: Mapping[str, object], captured: Captured) -> frozenset[str]:
+        """Return the keys of the tensors that nothing but an optimizer's step changes."""
+        replayed = [_is_capturable(one) for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        known, late = self._late
+        if known[0] is not captured.form or known[1] != replayed:
+            late = frozenset(_of_optimizers(state, captured))
+            self._late = (captured.form, replayed), late
+        return late
 
     def _serve(self) -> None:
         while (next_one := self._rest.get()) is not None:
@@ -323,7 +389,8 @@ class Stager:
         error = ""
         try:
             with copying.moment.awaited():
-                self._copy(1, copying, copying.late)
+                if copying.late:
+                    self._copy(1, copying, late=True)
             self._copied.set()
             changed = next(copying.changed(), "")
             if changed:
