@@ -72,6 +72,7 @@ def nothing_left(*meant: str) -> Iterator[None]:
             break
         gc.collect()  # the workers of a DataLoader end with its iterator
         time.sleep(0.02)
+    inside = sorted(str(one.relative_to(path.parent)) for path in kept for one in path.rglob("*"))
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -79,7 +80,7 @@ def nothing_left(*meant: str) -> Iterator[None]:
         shutil.rmtree(path, ignore_errors=True)
         path.unlink(missing_ok=True)
     if found:
-        pytest.fail(f"left behind: {found}")
+        pytest.fail(f"left behind: {found}" + (f", with {inside}" if inside else ""))
 
 
 def _files() -> set[Path]:

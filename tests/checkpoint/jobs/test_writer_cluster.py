@@ -18,7 +18,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.cluster.lease_file import LeaseFile, boot_time
 from outlast.errors import NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
-from tests.support.jobs import Job, saver_process
+from tests.support.jobs import DEADLINE, Job, saver_process, staged
 from tests.support.launching import until
 from tests.support.memory_nodes import flip, remove
 from tests.support.mounts import mounted, needs_root
@@ -292,6 +292,59 @@ def test_a_part_that_was_damaged_in_memory_takes_the_place_of_no_copy_on_disk(
     team.end()
     assert 2 in {one["step"] for node in team.nodes for one in node.logged("save_lost")}
     assert DirectoryTier(node.durable).names() == [copy_name(1, 1)]
+
+
+@needs_root
+@pytest.mark.parametrize("lost", [False, True], ids=["in memory", "lost before"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one disk", "a disk each"])
+def test_a_disk_that_is_full_at_the_end_is_asked_again_for_the_last_copy(
+    team_of: Callable[..., Team], shared: bool, lost: bool
+) -> None:
+    team = team_of("a", "b", shared=shared)
+    disk = team.nodes[1].durable
+    disk.mkdir()
+    with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
+        team.start(max_failed_seconds=DEADLINE)
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(8 << 20))
+        team.train(1, durable=lambda _: lost)
+        until(lambda: not lost or all(node.status().lost_step == 1 for node in team.nodes), "the lost save")
+        for saver in team.savers:
+            saver.settle()
+        for node in team.nodes:
+            node.saver.hang_up()
+        until(lambda: "written again" in str(team.nodes[1].logged("note")), "a second attempt")
+        ballast.unlink()
+        for node in team.nodes:
+            until(node.saver.ended, f"the end of {node.name}'s saver")
+        assert DirectoryTier(disk).names() == [copy_name(1, 1)]
+    assert len(team.nodes[0].logged("save_lost")) == lost
+    assert [one["step"] for one in team.nodes[0].logged("saved")] == [1]
+    assert not any(node.memory.root.exists() for node in team.nodes)
+
+
+def test_a_durable_part_that_was_staged_for_several_nodes_holds_up_no_save_of_one_alone(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start()
+    alone, other = team.nodes
+    os.kill(alone.saver.pid, signal.SIGSTOP)
+    for job in team.jobs:
+        job.train()
+    assert staged(team.savers, team.jobs, Order(1, True, "a test")) == [True, True]
+    for saver in team.savers:
+        saver.settle()
+    os.kill(alone.saver.pid, signal.SIGKILL)
+    until(alone.saver.ended, "its end")
+    other.lose()
+    team.have("a")
+    team.start()
+    team.train(1, durable=lambda _: True)
+    until(lambda: alone.status().durable_step == 1, "a copy of the node alone on disk")
+    team.end()
+    assert DirectoryTier(alone.durable).names() == [copy_name(1, 2)]
 
 
 def test_what_one_node_cannot_write_is_lost_for_all_and_said_with_its_reason(

@@ -20,8 +20,8 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer import predecessor
-from outlast.checkpoint.writer.committer import seal
 from outlast.checkpoint.writer.predecessor import STILL, Predecessor, holder
+from outlast.checkpoint.writer.sealing import seal
 from outlast.checkpoint.writer_process import own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint

@@ -1,4 +1,4 @@
-"""Work on disk that the keeper of one session began, and that ends in the time of the next."""
+"""Work on disk that the committer of one session began, and that ends in the time of the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.replica.handshake import NOBODY
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Status, Together
-from outlast.checkpoint.writer.cluster import TeamKeeper, Ties
+from outlast.checkpoint.writer.cluster import Ties
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Task, Tasks
 from outlast.recovery.policy.events import Record, Saved
@@ -38,8 +38,8 @@ def fails() -> None:
         ("commit", fails, False),
         ("commit", done, True),
         ("commit", fails, True),
-        ("write", lambda: (), True),
-        ("write", fails, True),
+        ("part", lambda: None, True),
+        ("part", fails, True),
     ],
     ids=["commit", "failed commit", "commit-alone", "failed commit-alone", "part-alone", "failed part-alone"],
 )
@@ -54,21 +54,18 @@ def test_it_counts_for_no_step_of_the_next_session(
     disk = Tasks("disk", rang.set)
     disk.begin(Task(kind, NAME, job))
     assert rang.wait(60.0)
-    if alone:
-        keeper = CopyCommitter(members, disk, Status(1), records.append)
-    else:
+    if not alone:
         nodes = (Peer("a", (0,), "127.0.0.1", 9), Peer("b", (1,), "127.0.0.1", 9))
         together = Together("a" if leads else "b", "127.0.0.1", nodes=nodes)
         members = dataclasses.replace(members, together=together)
-        keeper = TeamKeeper(members, disk, Status(1), records.append, Ties(rang.set, NOBODY))
+    committer = CopyCommitter(members, disk, Status(1), records.append, Ties(rang.set, NOBODY))
     try:
-        keeper.look()
+        committer.look()
         assert disk.task is None
-        assert (keeper.status.durable_step, keeper.status.lost_step) == (-1, -1)
+        assert (committer.status.durable_step, committer.status.lost_step) == (-1, -1)
         saved = [(one.step, one.nbytes) for one in records if isinstance(one, Saved)]
         assert saved == ([(40, 0)] if leads and (kind, job) == ("commit", done) else [])
-        if isinstance(keeper, TeamKeeper) and keeper.team is not None and keeper.team.leader is not None:
-            assert keeper.team.leader.answer.durable_step == -1  # step 35 of this session is to be saved
+        if committer.team is not None and committer.team.leader is not None:
+            assert committer.team.leader.answer.durable_step == -1  # step 35 of this session is to be saved
     finally:
-        if isinstance(keeper, TeamKeeper):
-            keeper.close()
+        committer.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
+from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Written
 from outlast.checkpoint.policy.manifest import Row, copy_name
 
 
@@ -294,17 +294,43 @@ def test_when_what_earlier_sessions_left_in_memory_may_go() -> None:
     assert heard(member, Answer(replicated=0)).supersedes(replicate=True)
 
 
+@pytest.mark.parametrize("error", ["", "no room"])
+@pytest.mark.parametrize("counts", [True, False], ids=["lost before", "of an earlier generation"])
+def test_a_copy_that_goes_by_name_ends_by_name(counts: bool, error: str) -> None:
+    """Its step is lower than what is over, or must not count for this generation."""
+    leader, member = Leader(["a", "b"], replicate=False), Member("a", "s")
+    (lost,) = told_all(leader, written(5))
+    leader.settled(lost, "a disk that was full")
+    member.hear(leader.answer)
+    again = replace(written(5), by_name=True)
+    member.wrote(again)
+    (complete,) = told_all(leader, again)
+    assert (leader.lacking, complete.by_name) == (set(), True)
+    leader.settled(complete, error, counts=counts)
+    member.hear(leader.answer)
+    assert (member.pending, leader.answer.lost_step) == (set(), 5)
+    assert leader.answer.durable_step == (5 if counts and not error else -1)
+    assert told_all(leader, again) == ()
+    assert not leader.waits
+
+
+def told_all(leader: Leader, one: Written) -> tuple[Complete, ...]:
+    """Return what is complete when all nodes have reported a copy."""
+    return sum((leader.hear(Report(node, "s", written=(one,))) for node in "ab"), ())
+
+
 def test_a_node_waits_until_it_was_told_how_a_copy_ended() -> None:
     """Not until it reports that it has heard so: by then its writer may have ended."""
     leader = Leader(["a", "b"], replicate=False)
     reports = [Report(node, "s", written=(written(5),)) for node in "ab"]
     assert not leader.hear(reports[0])
-    assert leader.waits
+    assert (leader.waits, leader.lacking) == (True, {"b"})
     (found,) = leader.hear(reports[1])
+    assert leader.lacking == set()
     leader.settled(found)
     for report in reports:
         assert leader.waits
         assert leader.hear(report) == ()
     assert not leader.waits
     leader.hear(Report("a", "s", written=(written(5), written(6))))
-    assert leader.waits
+    assert (leader.waits, leader.lacking) == (True, {"b"})

@@ -15,7 +15,7 @@ Disk. Every node writes its files of a copy; when all have, the leader commits i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -46,6 +46,7 @@ class Written:
         shared: rows of the files that all ranks share.
         contents: of the documents of the node's ranks.
         known: rows and contents are left out, since this leader has them.
+        by_name: it is of an earlier generation, or was lost before: steps do not tell whether it is over.
     """
 
     name: _Text
@@ -57,6 +58,13 @@ class Written:
     shared: tuple[Row, ...] = ()
     contents: Contents = field(default_factory=dict)
     known: bool = False
+    by_name: bool = False
+
+    def is_over(self, answer: Answer) -> bool:
+        """Return whether a leader's answer tells how the copy ended."""
+        if self.by_name:
+            return self.name in answer.ended
+        return self.step <= max(answer.durable_step, answer.lost_step)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ class Answer:
         failing: seconds from the first of them to the latest.
         error: why the latest was.
         leader: distinguishes it from others: another one does not know what this one was sent.
+        ended: the latest copies that ended and that go by name; see :class:`Written`.
     """
 
     round: int = 0
@@ -126,6 +135,7 @@ class Answer:
     failing: float = 0.0
     error: str = ""
     leader: str = ""
+    ended: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ class Complete:
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
         session: of the ranks that staged it.
+        by_name: see :class:`Written`.
     """
 
     name: str
@@ -149,6 +160,7 @@ class Complete:
     blocked: float
     errors: tuple[str, ...]
     session: str
+    by_name: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -192,22 +204,27 @@ class Leader:
         if self._replicate and len(self._reports) == len(self._nodes):
             self._turn()
         found = []
-        over = max(self.answer.durable_step, self.answer.lost_step)
         for written in report.written:
-            if written.step <= over or written.known:
+            if written.is_over(self.answer) or written.known:
                 continue
             told = self._written.setdefault((written.name, written.session), {})
             new = report.node not in told
             told[report.node] = written
             if new and len(told) == len(self._nodes):
                 found.append(_complete(told))
-        self._waiting[report.node] = any(written.step > over for written in report.written)
+        self._waiting[report.node] = not all(written.is_over(self.answer) for written in report.written)
         return tuple(found)
 
     @property
     def waits(self) -> bool:
         """Whether a node was not told yet, by an answer, how a copy on its way to disk ended."""
         return any(self._waiting.values())
+
+    @property
+    def lacking(self) -> frozenset[str]:
+        """The nodes that have not done their part for a copy on disk that others have done theirs for."""
+        copies = [told for told in self._written.values() if not _any(told).is_over(self.answer)]
+        return frozenset(node for told in copies for node in self._nodes - told.keys())
 
     def _turn(self) -> None:
         """Open the next round when this one is over."""
@@ -249,31 +266,40 @@ class Leader:
     def _begin(self, number: int, after: int) -> None:
         self.answer = _changed(self.answer, round=number, after=after)
 
-    def settled(self, complete: Complete, error: str = "", failing: float = 0.0) -> None:
+    def settled(self, complete: Complete, error: str = "", failing: float = 0.0, counts: bool = True) -> None:
         """Record how the commit of a copy ended, or that it was aborted.
 
         Args:
             complete: the copy.
             error: why it was lost; empty: it was not.
             failing: seconds since the first of the copies that were lost in a row.
+            counts: it is of this generation: steps of another one are others.
         """
+        if complete.by_name or not counts:
+            ended = [name for name in self.answer.ended if name != complete.name]
+            self.answer = _changed(self.answer, ended=(*ended, complete.name)[-_MOST_WRITTEN:])
+        step = complete.step if counts else -1
         for key in [key for key in self._written if key[0] == complete.name]:
             del self._written[key]
         if error:
             self.answer = _changed(
                 self.answer,
-                lost_step=max(self.answer.lost_step, complete.step),
+                lost_step=max(self.answer.lost_step, step),
                 failures=self.answer.failures + 1,
                 failing=failing,
                 error=error,
             )
         else:
-            step = max(self.answer.durable_step, complete.step)
+            step = max(self.answer.durable_step, step)
             self.answer = _changed(self.answer, durable_step=step, failures=0, failing=0.0, error="")
 
 
+def _any(told: Mapping[str, Written]) -> Written:
+    return next(iter(told.values()))
+
+
 def _complete(told: Mapping[str, Written]) -> Complete:
-    first = next(iter(told.values()))
+    first = _any(told)
     errors = [f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error]
     written = [node for node in sorted(told) if not told[node].error]
     own: dict[int, tuple[Row, dict[str, str]]] = {}
@@ -297,6 +323,7 @@ def _complete(told: Mapping[str, Written]) -> Complete:
         max(one.blocked for one in told.values()),
         tuple(errors),
         first.session,
+        any(one.by_name for one in told.values()),
     )
 
 
@@ -341,10 +368,12 @@ class Member:
     Args:
         node: its name.
         session: of its ranks.
+        copies: the newest ones in memory that must stay.
     """
 
-    def __init__(self, node: str, session: str) -> None:
+    def __init__(self, node: str, session: str, copies: int = 2) -> None:
         self._node = node
+        self.copies = copies
         self._session = session
         self._made: deque[int] = deque(maxlen=_RECENT)
         self._taken = -1
@@ -387,9 +416,13 @@ class Member:
         else:  # a lower one comes from a leader that has begun anew and has not heard of us yet
             answer = _changed(answer, round=self.answer.round, after=self.answer.after)
         answer = _changed(answer, replicated=max(answer.replicated, self.answer.replicated))
-        over = max(answer.durable_step, answer.lost_step)
-        self._written = {name: one for name, one in self._written.items() if one.step > over}
+        self._written = {name: one for name, one in self._written.items() if not one.is_over(answer)}
         self.answer = answer
+
+    @property
+    def pending(self) -> Collection[str]:
+        """The copies of which this node has done its part, and no leader has told yet how they ended."""
+        return self._written.keys()
 
     def wanted(self, held: Collection[int]) -> int:
         """Return the step whose copy is to be sent to other nodes now; -1: none.
@@ -420,7 +453,7 @@ class Member:
         Args:
             held: steps of the copies in memory that this session made.
         """
-        kept = {*sorted(held)[-2:], self._taken, self.answer.replicated}
+        kept = {*sorted(held)[-self.copies :], self._taken, self.answer.replicated}
         return frozenset(kept & set(held))
 
     def supersedes(self, replicate: bool) -> bool:
@@ -429,4 +462,4 @@ class Member:
         Args:
             replicate: copies go to other nodes.
         """
-        return self.answer.replicated >= 0 if replicate else len(self._made) >= 2
+        return self.answer.replicated >= 0 if replicate else len(self._made) >= self.copies

@@ -1,7 +1,8 @@
 """What the checkpoint writer does in one generation: it turns what its ranks staged into committed copies.
 
-Digests are taken of the staged bytes, then documents, manifest and COMMIT are written. All state is in the
-folders: a writer that starts later finds what is complete, finishes it, and drops what never will be.
+Digests are taken of the staged bytes, then documents, manifest and COMMIT are written. Where ranks are on
+several nodes, the writers of all have a part of each copy, and the one that leads commits it. All state is in
+the folders: a writer that starts later finds what is complete, finishes it, and drops what never will be.
 """
 
 from __future__ import annotations
@@ -11,32 +12,22 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import chunk_digests, ends_of, row_of
-from outlast.checkpoint.content.rank_file import contents_of
-from outlast.checkpoint.policy.joint import Complete
+from outlast.checkpoint.policy.joint import Answer, Complete, Member, Written
 from outlast.checkpoint.policy.manifest import (
-    CHUNK_BYTES,
     COMMIT,
-    MANIFEST,
     Manifest,
-    Names,
-    Row,
-    alike_files,
+    copy_name,
     in_training,
     place_of,
-    rank_files,
-    runs_of,
     some,
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.replica.frames import Throttle
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
@@ -46,114 +37,30 @@ from outlast.checkpoint.tiers.memory_folder import (
     Status,
     alike_pool,
     staged_file,
-    write_whole,
 )
-from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer.durable import Ahead, Done, Task, Tasks, Uploads, names_of, write_copy
-from outlast.errors import CheckpointError, OutlastError
-from outlast.fields import Fields
+from outlast.checkpoint.writer.cluster import Ties, WriterCluster
+from outlast.checkpoint.writer.durable import (
+    Ahead,
+    Done,
+    Task,
+    Tasks,
+    Uploads,
+    commit_parts,
+    names_of,
+    write_copy,
+    write_part,
+)
+from outlast.checkpoint.writer.sealing import Staged, seal, seal_ranks, shared_files, threads_beside
+from outlast.errors import OutlastError
 from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
 
-_PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
 NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
-_SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
-Staged = Mapping[int, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Sealed:
-    """Three files that are complete."""
-
-    names: Names
-    row: Row
-    fields: Fields  # of the document
-
-
-def shared_files(staged: Staged) -> int:
-    """Return the number of shared files that the staged states refer to.
-
-    Raises:
-        CheckpointError: one of these files was not written.
-    """
-    count: int = max(record["shared"] for record in staged.values())
-    lacking = set(range(count)) - {record["writes"] for record in staged.values()}
-    if lacking:
-        raise CheckpointError(
-            f"no rank of this node wrote {some(alike_files(number, count)[0] for number in lacking)}, which"
-            f" rank {some([rank for rank, record in staged.items() if record['shared']])} shares"
-        )
-    return count
-
-
-def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int, threads: int) -> dict[str, Any]:
-    """Digest what the ranks staged; the first time that these bytes are read.
-
-    Args:
-        stage: that the folder is in.
-        folder: of the copy.
-        staged: the ranks' records.
-        shared: from how many files they borrow tensors.
-        threads: that digest.
-
-    Returns:
-        Fields of the manifest about the files of the ranks and the shared files.
-
-    Raises:
-        DamagedCopy: a document is not as a rank leaves it.
-        CheckpointMismatch: an outlast with another format has left it.
-        OSError: the file system refused.
-    """
-    files = [_seal(stage, folder, alike_files(number, shared), threads) for number in range(shared)]
-    own = [
-        _seal(stage, folder, rank_files(rank, staged[rank]["world_size"]), threads) for rank in sorted(staged)
-    ]
-    contents = runs_of([contents_of(one.names.document, one.fields.values) for one in own])
-    return {
-        "own": tuple(one.row for one in own),
-        "shared": tuple(one.row for one in files),
-        "contents": contents,
-    }
-
-
-def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
-    with content_of(folder / names.tensors) as view:
-        nbytes = len(view)
-        digests = digests_of(view, threads)
-    (folder / names.digests).write_bytes(digests)
-    document = stage.read(folder / names.document)
-    fields = Fields.parse(names.document, document)
-    return _Sealed(names, row_of(nbytes, digests, document, *place_in_meshes(fields)), fields)
-
-
-def digests_of(view: memoryview, threads: int) -> bytes:
-    """Return the digest of each chunk, computed by several threads if the file is large."""
-    if len(view) <= _PART_BYTES or threads == 1:
-        return chunk_digests(view)
-    parts = [view[begin : begin + _PART_BYTES] for begin in range(0, len(view), _PART_BYTES)]
-    with ThreadPoolExecutor(threads, "digest") as pool:
-        return b"".join(pool.map(chunk_digests, parts))
-
-
-def threads_beside(ranks: int, processors: int) -> int:
-    """Return how many threads may digest while ranks train: a quarter of what they leave, at least one."""
-    return max(1, (processors - ranks) // _SHARE)
-
-
-def seal(folder: Path, manifest: Manifest) -> None:
-    """Write manifest and COMMIT, the latter in one piece: from here on the copy is complete.
-
-    Raises:
-        OSError: the file system refused.
-    """
-    ends = ends_of(manifest)
-    (folder / MANIFEST).write_bytes(ends[MANIFEST])
-    write_whole(folder / COMMIT, ends[COMMIT])
-
-
 _TRY_EVERY = 2.0  # seconds between two tries to write the last copy
 _POOLED = 8  # buffers of a rank that are kept for later use
+_ROUNDS = 2  # of replicas: the present one, and the one before, whose end this node may not have heard of
+_LAST_WORD_SECONDS = 10.0  # how long the others are waited for when the owner has ended
 
 
 def age(name: str) -> tuple[int, int]:
@@ -161,21 +68,16 @@ def age(name: str) -> tuple[int, int]:
     return place_of(name)[::-1]
 
 
-def _told_apart(record: dict[str, Any], session: str) -> dict[str, Any]:
-    """Return the additional entries in the manifest of a part."""
-    ranks = tuple(sorted(record["ranks"]))
-    return {"session": session, "part": ranks} if len(ranks) < record["world_size"] else {}
-
-
 class CopyCommitter:
-    """Keeps the copies of one generation, and what it found of earlier ones.
+    """Keeps the copies of one generation on one node, and what it found of earlier ones.
 
     Args:
         members: who the ranks are.
         disk: works on the durable tier; it may still be at work for the generation before.
         status: how far the writer is.
         sink: takes records.
-        lease: file that says whether this node may commit; "" where it is the only one.
+        ties: wake this committer, and prove to the writers of other nodes who it is.
+        lease: file that says whether this node may commit; "" where nobody watches over that.
     """
 
     def __init__(
@@ -184,81 +86,137 @@ class CopyCommitter:
         disk: Tasks,
         status: Status,
         sink: Callable[[Record], None],
+        ties: Ties,
         lease: str = "",
     ) -> None:
         self.members = members
-        self.status = replace(status, durable_step=-1, lost_step=-1)
+        self.status = replace(status, durable_step=-1, lost_step=-1, replicated_step=-1)
+        self.succeeded = False  # the writer of another owner waits for the end of this one
+        self.team: WriterCluster | None = None  # once the table of nodes is there
+        self._ties = ties
+        self._node = "" if members.together is None else members.together.node
+        self._member = Member(self._node, members.session, copies=1 if self._alone else 2)
         self._disk = disk
-        self._unverified: list[str] = []  # on disk, of an earlier generation
         self._sink = sink
-        self._stage = Stage(members.stage, members.private)
+        self.stage = Stage(members.stage, members.private)
         self._hurry = threading.Event()  # ranks are about to end, or have ended
         hold = Throttle(members.disk_bandwidth, wait=self._hurry.wait).hold
         self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training, hold=hold)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
-        self.succeeded = False  # the writer of another owner waits for the end of this one
+        self._told: dict[str, dict[str, Any]] = {}  # of these, what is written here and not yet everywhere
+        self._to_commit: list[Complete] = []
+        self._committing: Complete | None = None  # the latest that was begun
+        self._unverified: list[str] = []  # on disk, of an earlier generation
         self._over = False
         self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
+        self._done_since = 0.0  # when this node had nothing left to do
         self._failing_since = time.monotonic() - status.failing
         self._flushed: set[str] = set()
         self._untidy = False
+        self._unswept = False  # what earlier attempts began on disk
+        self._swept = False  # what earlier sessions began on disk, once no node works at that any more
+        self._silent = ""  # why replicas do not go out, as it was reported last
         self._processors = processors()
-        self._niceness = -1  # of the session; as the keeper of an earlier generation left it
-        self._uploads = self._open_uploads()
-        self._stage.make()
-        self._found = frozenset(self._stage.tier.names())  # in memory, of an earlier writer
+        self._niceness = -1  # of the session; as the committer of an earlier generation left it
+        self._uploads: Uploads | None = None
+        if members.global_url and members.leads:
+            report = partial(self._record, Note)
+            self._uploads = Uploads(members, self._tier, lambda text: report(reason=text), disk.done)
+        self.stage.make()
+        self._found = set(self.stage.tier.names())  # in memory, of an earlier writer
+        self._inherited: set[str] = set()  # in memory, of earlier sessions
+        self._torn: set[str] = set()  # in memory, parts of copies that this node alone cannot complete
         self._sweep_disk()  # before a staged state is completed, which is written while it is digested
-        for name, session in self._stage.stagings():
+        for name, session in self.stage.stagings():
             if not self._take(name, session) and session != members.session:
-                self._give_up(self._stage.staging(name, session))
-        for path in self._stage.staged.glob(".retired-*"):
+                self._give_up(self.stage.staging(name, session))
+        for path in self.stage.staged.glob(".retired-*"):
             shutil.rmtree(path, ignore_errors=True)
-        self._parts = self._parts_left()
-        self._recall()
-        ours = [place[0] for name in self._tier.names() if (place := place_of(name))[1] == members.generation]
-        self.status = replace(self.status, session=members.session, durable_step=max(ours, default=-1))
+        self._inherited_replicas = {
+            (tier.name, name)
+            for tier in self.stage.replica_tiers()
+            for name in tier.names()
+            if self._session_of(tier, name) != members.session
+        }
+        self._survey()
 
-    def _parts_left(self) -> frozenset[str]:
-        """Return the copies that several nodes made, where this one is alone now: it has a part of each."""
-        found: set[str] = set()
-        if self.members.together is not None:
-            return frozenset()
-        for name in self._stage.tier.names():
-            with contextlib.suppress(OutlastError, OSError), self._stage.tier.open(name) as folder:
-                if read_manifest(folder, name)[0].part:
-                    found.add(name)
-        return frozenset(found)
+    @property
+    def _alone(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self.members.together is None
 
-    def _open_uploads(self) -> Uploads | None:
-        if not (self.members.global_url and self.members.leads):
-            return None
-        return Uploads(
-            self.members, self._tier, lambda text: self._record(Note, reason=text), self._disk.done
+    def _is_of_this_generation(self, name: str) -> bool:
+        return place_of(name)[1] == self.members.generation
+
+    def _session_of(self, tier: DirectoryTier, name: str) -> str:
+        with contextlib.suppress(OutlastError, OSError), tier.open(name) as folder:
+            return read_manifest(folder, name)[0].session
+        return ""
+
+    def _manifest(self, name: str) -> Manifest | None:
+        """Return the manifest of a copy in memory; None: it cannot be read."""
+        with contextlib.suppress(OutlastError, OSError), self.stage.tier.open(name) as folder:
+            return read_manifest(folder, name)[0]
+        return None
+
+    def _survey(self) -> None:
+        """Find the copies in memory and on disk, and those that are due there."""
+        on_disk, names = self._tier.names(), sorted(self.stage.tier.names())
+        for name in names:
+            manifest, record = self._manifest(name), self._any_record(self.stage.tier.folder / name)
+            ours = self._is_of_this_generation(name) and (manifest is not None or self._alone)
+            if manifest is not None and manifest.part:
+                ours = manifest.session == self.members.session
+            if ours:
+                self._member.made(_step(name))
+            else:
+                self._inherited.add(name)
+            if manifest is not None and manifest.part and self._alone:
+                self._torn.add(name)
+                self._wanted.pop(name, None)
+            elif record is not None and record["durable"] and name not in on_disk:
+                self._wanted.setdefault(name, record)
+        self._unverified = sorted(on_disk, key=place_of)[-1:]
+        self.status = replace(
+            self.status,
+            session=self.members.session,
+            memory_step=max(map(_step, names), default=-1),
+            durable_step=max(map(_step, filter(self._is_of_this_generation, on_disk)), default=-1),
         )
-
-    _last = 1  # copies in memory that go to disk when the owner ends
 
     @property
     def idle(self) -> bool:
-        """Whether disk and global tier have all copies that are due."""
-        return (
-            not self._wanted and not self._disk.writes and (self._uploads is None or not self._uploads.owed)
-        )
+        """Whether disk, global tier and other nodes have all that is due, or the wait for these is over."""
+        if not self._is_done:
+            return False
+        if self.team is None or not (self._told or self._to_commit or self.team.waits()):
+            return True
+        heard = 0.0 if self.succeeded else min(self.team.last_word, self._over_at + self.members.patience)
+        since = max(self._done_since, self._over_at, heard)
+        return self._over and time.monotonic() - since > _LAST_WORD_SECONDS
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether this node itself has nothing to do for disk and global tier."""
+        if not self._alone and self.team is None:
+            return True
+        owed = self._uploads is not None and self._uploads.owed
+        return not (self._wanted or self._disk.writes or owed)
 
     @property
     def incomplete(self) -> bool:
         """Whether some ranks of this session have staged a state that others have not completed yet."""
-        current = (one for one in self._stage.stagings() if one[1] == self.members.session)
-        return any(self._any_record(self._stage.staging(*one)) is not None for one in current)
-
-    @property
-    def stage(self) -> Stage:
-        """Where buffers and the tiers in memory are."""
-        return self._stage
+        current = (one for one in self.stage.stagings() if one[1] == self.members.session)
+        return any(self._any_record(self.stage.staging(*one)) is not None for one in current)
 
     def look(self) -> None:
-        """Commit what is complete, write what is due, remove what is not needed."""
+        """Commit what is complete, write, send and remove what is due.
+
+        Of several nodes nothing is committed before the table of nodes is there.
+        """
+        if not self._alone and not self._hear_others():
+            return
         self._beside_training()
         self._take_complete()
         self._grant()
@@ -267,64 +225,122 @@ class CopyCommitter:
             self._uploads.look(self.members.avoid)
             if self._uploads.newest > self.status.global_step:
                 self.status = replace(self.status, global_step=self._uploads.newest)
-        names = sorted(self._stage.tier.names(), key=age)
+        names = sorted(self.stage.tier.names(), key=age)
         kept = self._kept(names)
         for name in names:
             if name not in kept and name not in self._wanted and name != self._disk.writes:
-                self._give_up(self._stage.tier.folder / name)
+                self._give_up(self.stage.tier.folder / name)
         self._drop_replicas()
+        if self.team is not None:
+            self._replicate(self.team)
+            self.team.tell(self._member.report)
+        if not self._is_done:
+            self._done_since = time.monotonic()
+
+    def _hear_others(self) -> bool:
+        """Process what the other nodes' writers have reported; return whether these are known."""
+        together = self.members.together
+        if together is None or not together.nodes:
+            return False
+        if self.team is None:
+            self.team = WriterCluster(self.members, self.status.durable_step, self._ties)
+        for answer in self.team.answers():
+            self._hear(answer)
+        self._to_commit += self.team.completed()
+        self._release_inherited()
+        return True
+
+    def _release_inherited(self) -> None:
+        """Release what earlier sessions owe to the disk, except what this one began with, if still needed.
+
+        A part of it may have been on a node that has left: it would never be complete, and keep its buffers.
+        """
+        owed = self._inherited & (self._wanted.keys() | self._told.keys())
+        released = sorted(name for name in owed if not self._is_owed(name))
+        for name in released:
+            self._wanted.pop(name, None)
+            self._told.pop(name, None)
+        if released and self.members.leads:
+            self._note(
+                f"{some(released)}, saved before this generation, did not come to disk in time: it began with"
+                f" {self.members.loaded or 'nothing'}, and what it saves takes their place"
+            )
+
+    def _is_owed(self, name: str) -> bool:
+        """Return whether a copy in memory is still to be brought to disk."""
+        if self._alone or name not in self._inherited or self.members.loaded is None:
+            return True
+        return name == self.members.loaded and self.status.durable_step < 0 and not self._supersedes()
+
+    def _supersedes(self) -> bool:
+        """Return whether this session has made something better than what it found in memory."""
+        together = self.members.together
+        return self._member.supersedes(together is not None and bool(together.holders))
+
+    def _may_serve(self, name: str) -> bool:
+        """Return whether a part that an earlier session left may still be loaded.
+
+        Once this one has loaded, only that copy may: others would take the buffers that it needs.
+        """
+        return self.members.loaded in (None, name) and not self._supersedes()
+
+    def _kept(self, names: Sequence[str]) -> Collection[str]:
+        """Return which copies in memory stay, of all, the newest last."""
+        ours = {name: _step(name) for name in names if name not in self._inherited}
+        steps = self._member.keep(ours.values())
+        kept = {name for name, step in ours.items() if step in steps} | self._told.keys()
+        old = [name for name in names if name in self._inherited]
+        if self._alone and not self._supersedes():
+            kept |= set(old[-1:])  # though it may be doubted: it may be all that is left
+            old = [name for name in old if name in self._torn]
+        return kept | set(filter(self._may_serve, old))
 
     def _drop_replicas(self) -> None:
-        """Remove the parts of other nodes that no load of this generation needs."""
-        if self.members.loaded is None:  # ranks may be bringing parts here
+        """Remove the parts of other nodes that are not needed any more."""
+        if self._alone and self.members.loaded is None:  # ranks may be bringing parts here
             return
-        wanted = self._still_loadable(self._stage.tier.names())
-        for tier in self._stage.replica_tiers():
-            left = [name for name in tier.names() if name not in wanted]
-            with contextlib.suppress(OSError):
-                for name in left:
-                    tier.discard(name)
-                if not tier.names():
+        replicated = self._member.answer.replicated
+        for tier in self.stage.replica_tiers():
+            names = tier.names()
+            sent = {
+                name: _step(name)
+                for name in names
+                if self._is_of_this_generation(name) and (tier.name, name) not in self._inherited_replicas
+            }
+            kept = {*sorted(sent.values())[-_ROUNDS:], replicated}  # others: rounds that failed
+            for name in names:
+                stays = replicated <= sent[name] in kept if name in sent else self._may_serve(name)
+                if not stays:
+                    with contextlib.suppress(OSError):
+                        tier.discard(name)
+            if self._alone and not tier.names():
+                with contextlib.suppress(OSError):
                     tier.folder.rmdir()
-                    self._stage.replicas.rmdir()
-
-    def _still_loadable(self, names: Collection[str]) -> Collection[str]:
-        """Return the copies of several nodes that may still be loaded: none once this generation has its own.
-
-        Args:
-            names: of all copies in memory.
-        """
-        generation, loaded = self.members.generation, self.members.loaded
-        if any(place_of(name)[1] == generation for name in names):
-            return ()
-        others = [name for tier in self._stage.replica_tiers() for name in tier.names()]
-        return {name for name in (*self._parts, *others) if loaded in (None, name)}
+                    self.stage.replicas.rmdir()
 
     def _grant(self) -> None:
         """Order a copy to disk that was first staged for memory only: a step is staged once."""
-        for name, session, wish in self._stage.granted():
-            record = self._wanted.get(name) or self._any_record(self._stage.tier.folder / name)
+        for name, session, wish in self.stage.granted():
+            record = self._wanted.get(name) or self._any_record(self.stage.tier.folder / name)
             if name in self._on_disk():
                 if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
                     self._uploads.offer(name, last=True)
             elif record is None and session == self.members.session:
-                self._lost(wish["step"], "it was aborted before it was in memory", {0: wish})
-            elif record is not None and (name in self._wanted or not record["durable"]):
+                self._lost(name, "it was aborted before it was in memory", {0: wish})
+            elif record is None or name in self._torn:
+                continue
+            elif name in self._wanted or not record["durable"]:
                 self._take_urgency(wish)
-                self._stage.amend(self._stage.tier.folder / name, wish)
+                self.stage.amend(self.stage.tier.folder / name, wish)
                 self._wanted[name] = {**record, **wish}
-
-    def _kept(self, names: list[str]) -> Collection[str]:
-        """Return which copies in memory stay, of all, the newest last."""
-        return {*names[-1:], *self._still_loadable(names)}
 
     def keep_for_later(self) -> bool:
         """Say whether memory must stay: neither its newest copy nor a later generation's is on disk."""
-        for name in sorted(self._stage.tier.names(), key=age)[-1:]:
+        for name in sorted(self.stage.tier.names(), key=age)[-1:]:
             generation, committed = place_of(name)[1], self._tier.names()
             if name not in committed and not any(place_of(other)[1] > generation for other in committed):
                 reason = (
-                    f"{name} could not be brought to disk and stays in memory ({self._stage.tier.folder}):"
+                    f"{name} could not be brought to disk and stays in memory ({self.stage.tier.folder}):"
                     " the same run started again on this node goes on from it, until the node is restarted"
                 )
                 self._record(Note, reason=reason)
@@ -333,35 +349,35 @@ class CopyCommitter:
 
     def _take_complete(self) -> None:
         """Commit what this session has staged; ranks of an older one have no say any more."""
-        current = [name for name, session in self._stage.stagings() if session == self.members.session]
+        current = [name for name, session in self.stage.stagings() if session == self.members.session]
         for place, name in enumerate(current):
             if not self._take(name, self.members.session):
                 self._leave_overtaken(name, current[place + 1 :])
 
     def _leave_overtaken(self, name: str, later: list[str]) -> None:
         """Drop a state that a rank cannot complete, because it has completed a later one."""
-        folder = self._stage.staging(name, self.members.session)
+        folder = self.stage.staging(name, self.members.session)
         first = self._any_record(folder)
         if first is None:
             return
         files = {rank: staged_file(rank, first["world_size"]) for rank in first["ranks"]}
         missing = [rank for rank, file in files.items() if not (folder / file).exists()]
-        newer = [self._stage.staging(one, self.members.session) for one in later]
+        newer = [self.stage.staging(one, self.members.session) for one in later]
         gone = [rank for rank in missing if any((one / files[rank]).exists() for one in newer)]
         if gone:
             if first["durable"]:
                 why = f"rank {some(gone)} has staged a later step, and not this one"
-                self._lost(first["step"], why, {0: first})
+                self._lost(name, why, {0: first})
             self._give_up(folder)
 
     def finish(self) -> None:
-        """Order the newest copy in memory to disk, unless all of it is there."""
+        """Order the newest copy that all nodes have in memory to disk, unless all of it is there."""
         if not self._over:
             self._over, self._over_at = True, time.monotonic()
             self._hurry.set()
         self._take_complete()
         for name in self._newest():
-            record = self._any_record(self._stage.tier.folder / name)
+            record = self._any_record(self.stage.tier.folder / name)
             if record is None or name in self._flushed:
                 continue
             if name in self._tier.names():
@@ -373,13 +389,20 @@ class CopyCommitter:
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
             elif self._uploads is not None:
                 self._uploads.offer(name, last=True)
+        together = self.members.together
+        if together is not None and self.idle and (self.members.leads or not together.shared):
+            with contextlib.suppress(OSError):  # what other nodes have not completed never will be
+                if self._tier.may_commit(self.members.generation):
+                    self._tier.sweep()
+                else:
+                    self._tier.drop_unfinished(self.members.session)
 
     def flush(self, why: str) -> None:
         """Order the newest copy in memory to disk while the ranks still run."""
         self._hurry.set()
         self._take_complete()
         for name in self._newest():
-            record = self._any_record(self._stage.tier.folder / name)
+            record = self._any_record(self.stage.tier.folder / name)
             if record is not None and name not in self._on_disk():
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
 
@@ -391,33 +414,32 @@ class CopyCommitter:
             return ()
 
     def _newest(self) -> list[str]:
-        """Return the copies in memory that may have to go to disk when the job ends."""
-        names = set(self._stage.tier.names()) - self._parts
-        return sorted(names, key=age)[-self._last :]
+        """Return the copies in memory that may have to go to disk when the job ends.
 
-    def _recall(self) -> None:
-        """Find the copies in memory that are due on disk."""
-        there, names = self._tier.names(), self._stage.tier.names()
-        self._unverified = sorted(there, key=place_of)[-1:]
-        for name in names:
-            record = self._any_record(self._stage.tier.folder / name)
-            if record is not None and record["durable"] and name not in there and name not in self._parts:
-                self._wanted.setdefault(name, record)
-        newest = max((place_of(name)[0] for name in names), default=-1)
-        self.status = replace(self.status, memory_step=newest)
+        Ranks of two nodes may be a save apart, so one of a node's newest two is the newest of all nodes.
+        """
+        names = sorted(set(self.stage.tier.names()) - self._torn, key=age)
+        ours, durable = self.members.generation, self.status.durable_step
+        return [name for name in names[-self._member.copies :] if not _is_older(name, ours, durable)]
 
     def _sweep_disk(self) -> None:
-        """Remove what earlier attempts began on disk, unless one is still under way."""
-        left = [] if self._disk.writes else self._sweep()
+        """Remove what earlier attempts began on disk; once none is under way any more."""
+        self._unswept = bool(self._disk.writes)
+        left = [] if self._unswept else self._sweep()
         if left:
             self._record(Note, reason=f"files of earlier attempts cannot be removed: {', '.join(left)}")
 
     def _sweep(self) -> list[str]:
-        return self._tier.sweep()
+        together = self.members.together
+        if together is None:
+            return self._tier.sweep()
+        return self._tier.sweep(self.members.session) if self.members.leads or not together.shared else []
 
     def close(self) -> None:
-        """End before the keeper of the next generation starts, which waits for what is being written."""
+        """End before the committer of the next generation starts, which waits for what is being written."""
         self._hurry.set()
+        if self.team is not None:
+            self.team.close()
 
     def _any_record(self, folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(DamagedRecord):
@@ -428,32 +450,31 @@ class CopyCommitter:
         with contextlib.suppress(FileNotFoundError):  # somebody removes the memory folder
             for path in folder.glob("*.staged"):
                 rank, world = int(path.name[5:10]), int(path.name[14:19])
-                return self._stage.record(folder, rank, world)
+                return self.stage.record(folder, rank, world)
         return None
 
     def _take(self, name: str, session: str) -> bool:
         """Commit a staged copy to the memory tier if it is complete; return whether it was, or is lost."""
-        folder = self._stage.staging(name, session)
+        folder = self.stage.staging(name, session)
         try:
             staged = self._staged(folder)
         except DamagedRecord as error:
-            self._lost(place_of(name)[0], str(error), {0: {"durable": True}})
+            self._lost(name, str(error), {0: {"durable": True}})
             self._give_up(folder)
             return True
         if not staged:
             return False
-        first = staged[min(staged)]
         errors = [f"rank {rank}: {one['error']}" for rank, one in staged.items() if one["error"]]
-        if (self._stage.tier.folder / name).exists():
+        if (self.stage.tier.folder / name).exists():
             self._give_up(folder)
         elif errors:
-            self._lost(first["step"], "; ".join(errors), staged)
+            self._lost(name, "; ".join(errors), staged)
             self._give_up(folder)
         else:
             try:
                 self._commit(name, session, staged)
             except (OSError, OutlastError) as error:
-                self._lost(first["step"], f"{self._stage.root}: {error}", staged)
+                self._lost(name, f"{self.stage.root}: {error}", staged)
                 self._give_up(folder)
         return True
 
@@ -466,20 +487,28 @@ class CopyCommitter:
         first = self._first_record(folder)
         if first is None:
             return {}
-        found = {rank: self._stage.record(folder, rank, first["world_size"]) for rank in first["ranks"]}
+        found = {rank: self.stage.record(folder, rank, first["world_size"]) for rank in first["ranks"]}
         staged = {rank: record for rank, record in found.items() if record is not None}
         return staged if len(staged) == len(found) else {}
 
     def _commit(self, name: str, session: str, staged: Staged) -> None:
-        folder = self._stage.staging(name, session)
+        folder = self.stage.staging(name, session)
         first = staged[min(staged)]
+        ranks = tuple(sorted(first["ranks"]))
+        apart = len(ranks) < first["world_size"]
         self._take_urgency(first)
         step, generation = place_of(name)
         shared = shared_files(staged)
-        ahead = self._write_ahead(name, folder, staged, shared)
-        sealed = False
+        ahead, sealed = None, False
+        before = (folder / COMMIT).exists()  # an earlier writer took the digests
+        if before:
+            self._found.add(name)
+        elif apart and self._alone:
+            self._torn.add(name)
+        else:
+            ahead = self._write_ahead(name, folder, staged, shared)
         try:
-            if not (folder / COMMIT).exists():
+            if not before:
                 manifest = Manifest(
                     run_id=first["run_id"],
                     generation=generation,
@@ -488,23 +517,26 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    **seal_ranks(self._stage, folder, staged, shared, self._threads(first)),
+                    **seal_ranks(self.stage, folder, staged, shared, self._threads(first)),
                     began=first.get("began"),
-                    **_told_apart(first, session),
+                    session=session if apart else "",
+                    part=ranks if apart else (),
                 )
                 seal(folder, manifest)
-            os.rename(folder, self._stage.tier.folder / name)
+            os.rename(folder, self.stage.tier.folder / name)
             sealed = True
         finally:
             if ahead is not None:
                 ahead.settle(sealed)
-        if first["durable"]:
+        if first["durable"] and name not in self._torn:
             blocked = max(record["blocked"] for record in staged.values())
             self._wanted[name] = {**first, "blocked": blocked}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
-        for other, its in self._stage.stagings():  # some rank never completed these
+        if session == self.members.session:
+            self._member.made(step)
+        for other, its in self.stage.stagings():  # some rank never completed these
             if place_of(other)[1] == generation and place_of(other)[0] < step:
-                self._give_up(self._stage.staging(other, its))
+                self._give_up(self.stage.staging(other, its))
 
     def _take_urgency(self, record: Mapping[str, Any]) -> None:
         """Use all processors and the whole bandwidth from a save on after which the ranks end."""
@@ -535,12 +567,13 @@ class CopyCommitter:
     def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
         first = staged[min(staged)]
-        waits = self._disk.task is not None or self._wanted or self.members.together is not None
-        if not first["durable"] or waits:
+        together = self.members.together
+        in_parts = together is not None and together.shared
+        if not first["durable"] or self._disk.task is not None or self._wanted or in_parts:
             return None
         files = names_of(sorted(staged), first["world_size"], shared)
         ahead = Ahead(name, folder, files, self._tier)
-        self._disk.begin(Task("write", name, partial(ahead.write, self._stage.tier)))
+        self._disk.begin(Task("write", name, partial(ahead.write, self.stage.tier)))
         return ahead
 
     def _settle(self) -> None:
@@ -548,60 +581,126 @@ class CopyCommitter:
         done = self._disk.result()
         if done is not None:
             self._done(done)
+        if self._disk.task is None and self._unswept:
+            self._sweep_disk()
+        may = time.monotonic() >= self._next_try
+        if self._disk.task is None and self._to_commit and may:
+            self._commit_next(self._to_commit.pop(0))
         if self._disk.task is not None:
             return
-        if self._wanted and time.monotonic() >= self._next_try:
-            name = min(self._wanted, key=age)
-            self._disk.begin(Task("write", name, self._write(name)))
+        if self._wanted and may:
+            self._disk.begin(self._write(min(self._wanted, key=age)))
         elif not self._wanted and self._unverified and self.members.loaded is not None:
             name = self._unverified.pop()
             self._disk.begin(Task("verify", name, partial(verify, self._tier, name, self.members.ranks)))
 
-    def _write(self, name: str) -> Callable[[], Any]:
-        """Return what brings a copy to disk."""
-        return partial(write_copy, name, self._stage.tier, self._tier, name in self._found)
+    def _write(self, name: str) -> Task:
+        """Return what brings a copy, or this node's part of it, to disk."""
+        together, found = self.members.together, name in self._found
+        if together is None or not together.shared:
+            return Task("write", name, partial(write_copy, name, self.stage.tier, self._tier, found))
+        names = [peer.name for peer in together.nodes]
+        place = (names.index(self._node), len(names))
+        return Task("part", name, partial(write_part, name, self.stage.tier, self._tier, place, found))
+
+    def _commit_next(self, complete: Complete) -> None:
+        """Commit a copy of which every node has done its part."""
+        together = self.members.together
+        if complete.errors:
+            self._give_up_copy(complete, "; ".join(complete.errors))
+        elif together is not None and together.shared:
+            job = partial(commit_parts, complete.name, self.stage.tier, self._tier, complete)
+            self._committing = complete
+            self._disk.begin(Task("commit", complete.name, lambda: (complete, job()), self.members.session))
+        else:
+            self._have(complete)
+
+    def _have(self, complete: Complete) -> None:
+        """Record that a copy of several nodes is on disk."""
+        assert self.team is not None
+        record = {**self._told.pop(complete.name, {}), "blocked": complete.blocked}
+        self._saved(complete.name, complete.nbytes, record)
+        self.team.settled(complete, self._is_of_this_generation(complete.name))
+        if not self._swept:
+            self._swept = True
+            self._sweep()
+
+    def _give_up_copy(self, complete: Complete, why: str) -> None:
+        """Record that a copy of several nodes is not on disk."""
+        assert self.team is not None
+        self._told.pop(complete.name, None)
+        with contextlib.suppress(OSError):
+            self._tier.discard(self._tier.begin(complete.name, complete.session))
+        self._record_loss(complete.name, why, complete.blocked)
+        counts = self._is_of_this_generation(complete.name)
+        self.team.settled(complete, counts, why, self.status.failing)
 
     def _done(self, done: Done) -> None:
-        if done.task.kind == "write":
+        name = done.task.name
+        ours = done.task.session == self.members.session or (
+            self.members.leads and self._is_of_this_generation(name)
+        )
+        if done.task.kind == "verify":
+            if done.value is not None:
+                self._put_away(done.value)
+        elif done.task.kind != "commit":
             self._written(done)
-        elif done.task.kind == "commit":
+        elif self.team is None or not ours:
             self._committed_before(done)
-        elif done.value is not None:
-            self._put_away(done.value)
+        elif done.outage and self._committing is not None and self._tries_again(name, done.error):
+            self._to_commit.insert(0, self._committing)
+        elif done.error:
+            lost = self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")
+            self._give_up_copy(lost, done.error)
+        else:
+            self._have(done.value[0])
 
     def _committed_before(self, done: Done) -> None:
-        """Record a commit over several nodes that the keeper of an earlier session began.
-
-        This node may not lead any more, and steps of another generation are others.
-        """
-        name, before = done.task.name, self.status
+        """Record a commit over several nodes that began in an earlier session; another node may lead now."""
+        name = done.task.name
         if done.error:
             reason = f"{name}, whose commit began in an earlier session, is not on disk: {done.error}"
             self._record(Note, reason=reason)
         elif self.members.leads:
             complete: Complete = done.value[0]
-            self._saved(name, complete.nbytes, {"step": complete.step, "blocked": complete.blocked})
-            if place_of(name)[1] != self.members.generation:
-                self.status = before
+            self._saved(name, complete.nbytes, {"blocked": complete.blocked})
 
     def _written(self, done: Done) -> None:
-        if done.value is None and not done.error:
+        """Record what was written; of several nodes, report it to the writer that leads."""
+        name, kind = done.task.name, done.task.kind
+        if kind == "write" and done.value is None and not done.error:
             return  # begun ahead of a copy that did not come to be, or is there
-        if isinstance(done.value, tuple):
-            return  # a part of a copy of several nodes, from a session before; this node is alone now
-        name = done.task.name
-        record = self._wanted.pop(name, None) or {"step": place_of(name)[0]}
-        before = self.status
+        record = self._wanted.pop(name, {})
+        if self._alone and (kind == "part" or name in self._torn):
+            return  # a part of a copy of several nodes, from a session before
         if done.outage and self._tries_again(name, done.error):
             self._wanted[name] = record
-            return
-        if done.error:
-            self._lost(record["step"], done.error, {0: record})
+        elif not self._alone:
+            self._report_part(name, record, done.error)
+        elif done.error:
+            self._record_loss(name, done.error, record.get("blocked", 0.0))
         else:
             self._saved(name, done.value, record)
-        if place_of(name)[1] != self.members.generation:  # these steps of this generation are others
-            durable, lost = before.durable_step, before.lost_step
-            self.status = replace(self.status, durable_step=durable, lost_step=lost)
+
+    def _report_part(self, name: str, record: dict[str, Any], error: str) -> None:
+        if _is_older(name, self.members.generation, self.status.durable_step) or not self._is_owed(name):
+            return  # all nodes have brought a later one to disk meanwhile
+        self._told[name] = record
+        step, manifest = _step(name), self._manifest(name)
+        told = Written(
+            name,
+            step,
+            blocked=record.get("blocked", 0.0),
+            error=error,
+            session=self.members.session if manifest is None else manifest.session,
+            by_name=not self._is_of_this_generation(name) or step <= self.status.lost_step,
+        )
+        if manifest is None:
+            told = replace(told, error=error or "it cannot be read in memory any more")
+        elif not error:
+            own = tuple(zip(manifest.ranks, manifest.own, strict=True))
+            told = replace(told, own=own, shared=manifest.shared, contents=manifest.contents)
+        self._member.wrote(told)
 
     def _tries_again(self, name: str, error: str) -> bool:
         """Return whether a copy that the disk refused is written again: the last one, for some time."""
@@ -610,7 +709,7 @@ class CopyCommitter:
         if not self._over or name not in self._newest() or now > self._over_at + patience:
             return False
         if not self._next_try:
-            self._record(Note, reason=f"{error}: {name}, the last copy, is written again for {patience:g} s")
+            self._note(f"{error}: {name}, the last copy, is written again for {patience:g} s")
         self._next_try = now + _TRY_EVERY
         return True
 
@@ -630,12 +729,13 @@ class CopyCommitter:
             self._record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
 
     def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
-        step = record["step"]
-        newest = max(step, self.status.durable_step)
-        self.status = replace(self.status, durable_step=newest, failures=0, failing=0.0, error="")
+        self.status = replace(self.status, failures=0, failing=0.0, error="")
+        step, ours = _step(name), self._is_of_this_generation(name)
+        if ours:  # the steps of another generation are others
+            self.status = replace(self.status, durable_step=max(step, self.status.durable_step))
         seconds, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
         since = record.get("waits_since")
-        if since is not None and place_of(name)[1] == self.members.generation:
+        if since is not None and ours:
             seconds += time.monotonic() - since
         self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=seconds, reason=why)
         if self._uploads is not None:
@@ -647,15 +747,23 @@ class CopyCommitter:
         """Remove the copies that retention does not keep, after the new copy was reported."""
         if self._untidy:
             self._untidy = False
-            self._prune()
+            owed = frozenset[str]() if self._uploads is None else self._uploads.owed
+            self._pruner.prune({self.members.loaded or "", *owed}, self.members.avoid)
 
-    def _prune(self) -> None:
-        owed = frozenset[str]() if self._uploads is None else self._uploads.owed
-        self._pruner.prune({self.members.loaded or "", *owed}, self.members.avoid)
+    def _lost(self, name: str, why: str, staged: Staged) -> None:
+        """Record a save that is lost; of several nodes, report that this one has no part of it."""
+        due = any(record.get("durable") for record in staged.values())
+        if not self._alone and due and self._is_of_this_generation(name):
+            self._member.wrote(Written(name, _step(name), error=why, session=self.members.session))
+        elif not self.members.leads:
+            self._note(f"step {_step(name)} is not in memory: {why}")
+        else:
+            self._record_loss(name, why, max(record.get("blocked", 0.0) for record in staged.values()))
 
-    def _lost(self, step: int, why: str, staged: Staged) -> None:
-        blocked = max(record.get("blocked", 0.0) for record in staged.values())
-        newest = max(step, self.status.lost_step)
+    def _record_loss(self, name: str, why: str, blocked: float) -> None:
+        step, newest = _step(name), self.status.lost_step
+        if self._is_of_this_generation(name):
+            newest = max(step, newest)
         now, failures = time.monotonic(), self.status.failures + 1
         if failures == 1:
             self._failing_since = now
@@ -666,10 +774,57 @@ class CopyCommitter:
     def _give_up(self, folder: Path) -> None:
         ranks = self.members.ranks
         pools = [*map(str, ranks), *map(alike_pool, range(len(ranks)))]
-        self._stage.give_up(folder, dict.fromkeys(pools, _POOLED))
+        self.stage.give_up(folder, dict.fromkeys(pools, _POOLED))
+
+    def _hear(self, answer: Answer) -> None:
+        self._member.hear(answer)
+        if not self.members.leads:
+            pending, together = self._member.pending, self.members.together
+            self._told = {name: record for name, record in self._told.items() if name in pending}
+            if answer.durable_step > self.status.durable_step:
+                self._pruner.committed(copy_name(answer.durable_step, self.members.generation))
+                self._untidy = together is not None and not together.shared
+            self.status = replace(
+                self.status,
+                durable_step=answer.durable_step,
+                lost_step=answer.lost_step,
+                failures=answer.failures,
+                failing=answer.failing,
+                error=answer.error,
+            )
+        self.status = replace(self.status, replicated_step=self._member.answer.replicated)
+
+    def _replicate(self, team: WriterCluster) -> None:
+        """Send the replicas that are due, and record the result."""
+        done = team.sender.result()
+        if done is not None:
+            self._member.sent(_step(done.task.name), not done.error)
+            if done.error and done.error != self._silent:
+                self._silent = done.error
+                self._note(f"{done.task.name} was not replicated: {done.error}")
+        if team.sender.task is not None or not team.together.holders:
+            return
+        held = {_step(name): name for name in self.stage.tier.names() if name not in self._inherited}
+        step = self._member.wanted(held.keys())
+        if step >= 0:
+            name = held[step]
+            team.sender.begin(Task("send", name, partial(team.send, name, self.stage.tier)))
+
+    def _note(self, text: str) -> None:
+        self._send(Note, reason=text if self._alone else f"node {self._node}: {text}")
 
     def _record(self, kind: type[Record], **fields: Any) -> None:
         if self.members.leads:
-            generation = self.members.generation
-            named = in_training(self.members.training, fields)
-            self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **named))
+            self._send(kind, **fields)
+
+    def _send(self, kind: type[Record], **fields: Any) -> None:
+        generation, named = self.members.generation, in_training(self.members.training, fields)
+        self._sink(kind(time=time.time(), clock=time.monotonic(), generation=generation, **named))
+
+
+def _step(name: str) -> int:
+    return place_of(name)[0]
+
+
+def _is_older(name: str, generation: int, step: int) -> bool:
+    return place_of(name)[1] == generation and place_of(name)[0] < step

@@ -17,7 +17,6 @@ from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
-    Manifest,
     Names,
     alike_files,
     place_of,
@@ -38,10 +37,10 @@ class Task:
     """Something that reads or writes a copy.
 
     Args:
-        kind: what is done: "write", "commit", "verify", "send" or "upload".
+        kind: what is done: "write", "part", "commit", "verify", "send" or "upload".
         name: of the copy.
         job: does it.
-        session: of the keeper that began it; another one may take the result of a commit.
+        session: of the committer that began it; another one may take the result of a commit.
     """
 
     kind: str
@@ -77,15 +76,19 @@ class Tasks:
 
     def __init__(self, name: str, done: Callable[[], None]) -> None:
         self.done = done
-        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self.task: Task | None = None
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     @property
     def writes(self) -> str:
-        """The name of the copy that is being written, "" when none is."""
-        return self.task.name if self.task is not None and self.task.kind == "write" else ""
+        """The name of the copy that is being written or committed, "" when none is."""
+        return self.task.name if self.task is not None and self.task.kind != "verify" else ""
+
+    def close(self) -> None:
+        """End the thread once it has done its task."""
+        self._tasks.put(None)
 
     def begin(self, task: Task) -> None:
         """Begin with a task; only when :attr:`task` is None."""
@@ -102,11 +105,10 @@ class Tasks:
         return done
 
     def _serve(self) -> None:
-        while True:
-            task = self._tasks.get()
+        while (task := self._tasks.get()) is not None:
             try:
                 done = Done(task, task.job())
-            except Exception as error:  # noqa: BLE001 - the keeper reports it, and the next task may go well
+            except Exception as error:  # noqa: BLE001 - the committer reports it, and the next task may go well
                 known = isinstance(error, (OSError, OutlastError))
                 words = str(error) if known else f"{type(error).__name__}: {error}"
                 done = Done(task, error=words, outage=is_outage(error))
@@ -116,8 +118,8 @@ class Tasks:
 
 def write_part(
     name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int], found: bool
-) -> Manifest:
-    """Write this node's files of a copy into a folder that all nodes share; return its manifest.
+) -> None:
+    """Write this node's files of a copy into a folder that all nodes share.
 
     Of the files that all ranks share, which every node has, each node writes some.
     A file that is there as it should be stays: the leading writer may count on it already.
@@ -137,7 +139,7 @@ def write_part(
         manifest, _ = read_manifest(folder, name)
     if name in target.names():
         require_same(name, source, target)
-        return manifest
+        return
     temporary = target.begin(name, manifest.session)
     number, nodes = place
     others = {
@@ -146,23 +148,19 @@ def write_part(
         if shared % nodes != number
         for entry in manifest.of_shared(shared)
     }
-    with ExitStack() as stack:
-        contents = {}
-        with target.open(temporary) as begun:
-            there = {entry for entry in manifest.needed() if holds(begun, entry)}
+    contents = {}
+    with source.open(name) as here, target.open(temporary) as there, ExitStack() as stack:
         for entry in manifest.needed():
             if entry in others:
                 continue
-            if entry in there:  # a writer that was here before may have reported it
+            if holds(there, entry):  # a writer that was here before may have reported it
                 target.sync(temporary, entry.name)
                 continue
             if found:
-                with source.open(name) as folder:
-                    require_bytes(folder, entry)
+                require_bytes(here, entry)
             (target.folder / temporary / entry.name).unlink(missing_ok=True)
             contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
         target.write(temporary, contents)
-    return manifest
 
 
 def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, complete: Complete) -> int:

@@ -17,7 +17,7 @@ from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.replica.server import PARTS, PeerServer, Terms
 from outlast.checkpoint.tiers.inventory import held_parts
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
-from outlast.checkpoint.writer.cluster import ReplicaShelf, TeamKeeper, Ties, served, shelf
+from outlast.checkpoint.writer.cluster import ReplicaShelf, Ties, served, shelf
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Tasks
 from outlast.checkpoint.writer_process import Owner, without_others
@@ -62,7 +62,7 @@ class Service:
         self._sink = sink
         self._bell = folder.listen()
         self._disk = Tasks("disk", folder.ring)
-        self._keeper: CopyCommitter | None = None
+        self._committer: CopyCommitter | None = None
         before = folder.status()
         self._port = 0 if before is None else before.port
         self._server: PeerServer | None = None
@@ -96,15 +96,15 @@ class Service:
     def _is_needed(self) -> bool:
         """Say whether memory holds what is not on disk, or that cannot be found out."""
         try:
-            return self._keeper is not None and self._keeper.keep_for_later()
+            return self._committer is not None and self._committer.keep_for_later()
         except OSError as error:
             self._note(f"{self._folder.root} stays: {error}")
             return True
 
     def _remove(self) -> None:
         """Remove the memory folder, its lock last: until then no successor begins in it."""
-        if self._keeper is not None and self._keeper.stage.root != self._folder.root:
-            shutil.rmtree(self._keeper.stage.root, ignore_errors=True)
+        if self._committer is not None and self._committer.stage.root != self._folder.root:
+            shutil.rmtree(self._committer.stage.root, ignore_errors=True)
         with contextlib.suppress(OSError):  # a successor has begun, or ranks that wait for one
             for path in self._folder.root.iterdir():
                 if path.is_dir():
@@ -128,46 +128,47 @@ class Service:
 
     def _finished(self) -> bool:
         """Bring what is left to disk; return whether it is there."""
-        keeper = self._keeper
-        if keeper is None:
+        committer = self._committer
+        if committer is None:
             return True
         try:
             said = (
                 self._folder.members()
-            )  # ranks of the next owner write theirs: its writer waits for this one
-            keeper.succeeded = said is not None and said.session != keeper.members.session
-            keeper.finish()
-            waits = time.monotonic() < self._until and keeper.incomplete
-            return keeper.idle and not waits
+            )  # the next owner's ranks write theirs; its writer waits for this one
+            committer.succeeded = said is not None and said.session != committer.members.session
+            committer.finish()
+            waits = time.monotonic() < self._until and committer.incomplete
+            return committer.idle and not waits
         except OSError as error:
             self._refused_by_files(error)
-            patience = keeper.members.patience if files.is_outage(error) and not keeper.succeeded else 0.0
-            return time.monotonic() > self._until + patience
+            waits = files.is_outage(error) and not committer.succeeded
+            return time.monotonic() > self._until + (committer.members.patience if waits else 0.0)
 
-    def _keeper_of(self, members: Members) -> CopyCommitter:
-        status = self._said if self._keeper is None else self._keeper.status
-        if self._keeper is not None:
-            if self._keeper.members.stage != members.stage:
-                self._leave(self._keeper)
-            self._keeper.close()
-        if members.together is None:
-            return CopyCommitter(members, self._disk, status, self._sink, self._lease)
-        status = replace(status, port=self._listen(members))
-        return TeamKeeper(members, self._disk, status, self._sink, self._ties, self._lease)
+    def _committer_of(self, members: Members) -> CopyCommitter:
+        status = self._said if self._committer is None else self._committer.status
+        if self._committer is not None:
+            if self._committer.members.stage != members.stage:
+                self._leave(self._committer)
+            self._committer.close()
+        if members.together is not None:
+            status = replace(status, port=self._listen(members))
+        return CopyCommitter(members, self._disk, status, self._sink, self._ties, self._lease)
 
-    def _leave(self, keeper: CopyCommitter) -> None:
+    def _leave(self, committer: CopyCommitter) -> None:
         """Bring the newest state of a training to disk, and free its memory: another one begins."""
-        if keeper.members.together is not None:
-            shutil.rmtree(keeper.stage.pool, ignore_errors=True)  # the nodes may need the rest of each other
+        if committer.members.together is not None:
+            shutil.rmtree(
+                committer.stage.pool, ignore_errors=True
+            )  # the nodes may need the rest of each other
             return
-        keeper.finish()
+        committer.finish()
         end = time.monotonic() + LEAVE_PATIENCE
-        while not keeper.idle and time.monotonic() < end:
-            keeper.look()
+        while not committer.idle and time.monotonic() < end:
+            committer.look()
             time.sleep(LEAVE_LOOK)
-        keeper.tidy()
-        if keeper.idle and not keeper.keep_for_later():
-            keeper.stage.remove()
+        committer.tidy()
+        if committer.idle and not committer.keep_for_later():
+            committer.stage.remove()
 
     def _listen(self, members: Members) -> int:
         """Listen for the writers of other nodes; return the port; 0: that is impossible."""
@@ -191,7 +192,7 @@ class Service:
         return PeerServer(
             (party.host, port),
             party,
-            lambda name: None if self._keeper is None else served(self._keeper.stage, name),
+            lambda name: None if self._committer is None else served(self._committer.stage, name),
             self._shelf,
             self._answer,
             Terms(admit=self._admit, report=self._refused),
@@ -199,10 +200,10 @@ class Service:
 
     def _table(self) -> Together | None:
         """Return the table of nodes; the ranks may have written it a moment ago."""
-        keeper = self._keeper
-        if keeper is None:
+        committer = self._committer
+        if committer is None:
             return None
-        known = keeper.members
+        known = committer.members
         if known.together is not None and not known.together.nodes:
             said = self._folder.members()
             known = said if said is not None and said.session == known.session else known
@@ -225,16 +226,18 @@ class Service:
             raise PeerRefused(Refusal.NODE, f"node {node} is at {peer.host}, this connection is from {host}")
 
     def _shelf(self, node: str, nbytes: int) -> ReplicaShelf | None:
-        together, keeper = self._table(), self._keeper
-        return None if together is None or keeper is None else shelf(keeper.stage, together, node, nbytes)
+        together, committer = self._table(), self._committer
+        return (
+            None if together is None or committer is None else shelf(committer.stage, together, node, nbytes)
+        )
 
     def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
-        keeper = self._keeper
-        if keeper is not None and message.get("asks") == PARTS:
-            return {PARTS: [asdict(one) for one in held_parts(keeper.stage, "")]}
-        if not isinstance(keeper, TeamKeeper) or keeper.team is None:
+        committer = self._committer
+        if committer is not None and message.get("asks") == PARTS:
+            return {PARTS: [asdict(one) for one in held_parts(committer.stage, "")]}
+        if committer is None or committer.team is None:
             raise CheckpointError(_NOT_MET)
-        return keeper.team.hear(node, message)
+        return committer.team.hear(node, message)
 
     def _refused(self, text: str) -> None:
         """Record refused peers and errors between writers, a few times a minute at most."""
@@ -246,7 +249,7 @@ class Service:
             self._note(f"checkpoint writer: {text}")
 
     def _note(self, text: str) -> None:
-        generation = 0 if self._keeper is None else self._keeper.members.generation
+        generation = 0 if self._committer is None else self._committer.members.generation
         self._sink(Note(time.time(), time.monotonic(), generation, text))
 
     def _look(self) -> None:
@@ -265,24 +268,24 @@ class Service:
     def _work(self) -> None:
         said = None if self._over else self._folder.members()
         if said is not None:
-            keeper = self._keeper
-            known = keeper is not None and said.session == keeper.members.session
-            if keeper is not None and not known and self._owner.gone():
+            committer = self._committer
+            known = committer is not None and said.session == committer.members.session
+            if committer is not None and not known and self._owner.gone():
                 return  # the ranks are of another owner, whose writer waits for this one's end
-            if keeper is None or not known:
-                keeper = self._keeper = self._keeper_of(said)
-            keeper.members = said
-        if self._keeper is None:
+            if committer is None or not known:
+                committer = self._committer = self._committer_of(said)
+            committer.members = said
+        if self._committer is None:
             return
         if self._folder.asked_to_flush():
-            self._keeper.flush("the job is about to end")
+            self._committer.flush("the job is about to end")
         try:
-            self._keeper.look()
+            self._committer.look()
         finally:
-            if self._keeper.status != self._said:
-                self._said, self._unsaid = self._keeper.status, True
+            if self._committer.status != self._said:
+                self._said, self._unsaid = self._committer.status, True
             self._publish()
-        self._keeper.tidy()
+        self._committer.tidy()
 
     def _publish(self) -> None:
         """Write this writer's status; if the folder refuses that, it is tried again later."""
