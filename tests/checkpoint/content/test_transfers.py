@@ -64,6 +64,23 @@ def test_a_save_of_40_000_tensors_has_few_copies() -> None:
     assert seen.calls["copy_"] == 10
 
 
+@pytest.mark.parametrize(("count", "runs"), [(400, 1), (40_000, 1), (200_000, 2)])
+def test_a_plan_sends_small_tensors_that_follow_each_other_in_one_copy(count: int, runs: int) -> None:
+    """Of a device; 80 MB are two parts of at most 64 MiB."""
+    with FakeTensorMode():
+        tensors = [torch.empty(100, device="cuda")] * count + [torch.empty(1 << 20, device="cuda")]
+        begins = [400 * number for number in range(count + 1)]
+        plan = CopyPlan.of(tensors, begins)
+        image = torch.empty(begins[-1] + (4 << 20), dtype=torch.uint8)
+        there = Transfers(((tensors[at], begins[at]) for at in plan.rest), image)
+        with Transferred() as seen:
+            for run in plan.runs:
+                there.send(tensors[run.first : run.stop], run.begin)
+    assert (plan.rest, plan.moves, len(plan.runs)) == ([count], [], runs)
+    assert seen.counts == {"placed": runs}
+    assert seen.largest <= transfers.GATHERED
+
+
 def test_small_tensors_are_gathered_in_parts() -> None:
     seen = _sent([(1 << 17,)] * 384)  # of 512 KiB, 192 MiB in all
     assert seen.counts == {"gathered": 3}

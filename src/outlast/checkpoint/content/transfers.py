@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from outlast.checkpoint.content.memory import copy_slices
 SMALL = 1 << 20  # bytes; at 50 GB/s such a copy takes as long as to begin one
 GATHERED = 64 << 20  # bytes that are gathered at a time, and that are made contiguous at a time
 _TINY = 16 << 10  # bytes; a larger tensor of the host takes longer to copy twice than to look at
-_RUN = 4 << 20  # bytes of tiny tensors that are put one behind the other at a time; a cache holds them
+_RUN = 4 << 20  # bytes of them that are put one behind the other at a time; a cache holds them
 WINDOW = 256 << 20  # bytes; no copy crosses a multiple of it, where registered memory has a seam
 
 
@@ -43,39 +43,41 @@ class CopyPlan:
 
     Args:
         begins: where the bytes of each tensor begin in the image.
-        runs: tiny tensors of the host that follow each other: first, last but one, begin and bytes.
+        runs: small tensors of one device and type that follow each other.
         moves: other plain tensors of the host: which, begin and bytes.
         rest: all others.
     """
 
     begins: Sequence[int]
-    runs: Sequence[tuple[int, int, int, int]]
+    runs: Sequence[_Run]
     moves: Sequence[tuple[int, int, int]]
     rest: Sequence[int]
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> CopyPlan:
         """Return that of tensors, and where their bytes begin in the image."""
-        runs: list[tuple[int, int, int, int]] = []
+        runs: list[_Run] = []
         moves: list[tuple[int, int, int]] = []
         rest: list[int] = []
         for at, (one, begin) in enumerate(zip(tensors, begins, strict=True)):
             nbytes = one.numel() * one.element_size()
-            if not is_plain(one):
+            tiny, most = (_TINY, _RUN) if one.is_cpu else (SMALL, GATHERED)
+            if not _is_in_order(one):
                 rest.append(at)
-            elif nbytes >= _TINY or one.dtype not in _JOINED:
-                moves.append((at, begin, nbytes))
+            elif one.dtype not in _JOINED or nbytes >= tiny:
+                if one.is_cpu:
+                    moves.append((at, begin, nbytes))
+                else:
+                    rest.append(at)
             elif (
                 runs
-                and runs[-1][1] == at
-                and sum(runs[-1][2:]) == begin
-                and runs[-1][3] < _RUN
-                and tensors[at - 1].dtype == one.dtype
+                and (runs[-1].stop, runs[-1].begin + runs[-1].nbytes) == (at, begin)
+                and runs[-1].nbytes + nbytes <= most
+                and (tensors[at - 1].dtype, tensors[at - 1].device) == (one.dtype, one.device)
             ):
-                first, _, its, size = runs[-1]
-                runs[-1] = (first, at + 1, its, size + nbytes)
+                runs[-1] = replace(runs[-1], stop=at + 1, nbytes=runs[-1].nbytes + nbytes)
             else:
-                runs.append((at, at + 1, begin, nbytes))
+                runs.append(_Run(at, at + 1, begin, nbytes))
         return cls(begins, runs, moves, rest)
 
     def copy(self, tensors: Sequence[torch.Tensor], image: torch.Tensor, threads: int) -> None:
@@ -89,9 +91,13 @@ class CopyPlan:
         others = [(tensors[at], self.begins[at]) for at in self.rest]
         there = Transfers(((one, begin) for one, begin in others if not one.is_cpu), image)
         target = image.data_ptr()
-        for first, last, begin, nbytes in self.runs:
-            octets = _torch_compat.one_behind_the_other(list(tensors[first:last]))
-            ctypes.memmove(target + begin, octets.data_ptr(), nbytes)
+        for run in self.runs:
+            if not tensors[run.first].is_cpu:
+                there.send(list(tensors[run.first : run.stop]), run.begin)
+        for run in self.runs:  # while the devices are at work
+            if tensors[run.first].is_cpu:
+                octets = _torch_compat.one_behind_the_other(list(tensors[run.first : run.stop]))
+                ctypes.memmove(target + run.begin, octets.data_ptr(), run.nbytes)
         for one, begin in others:
             if one.is_cpu:
                 # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
@@ -100,6 +106,16 @@ class CopyPlan:
         moves = ((target + begin, tensors[at].data_ptr(), nbytes) for at, begin, nbytes in self.moves)
         copy_slices(moves, threads)
         there.finish(threads)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tensors that follow each other, in number from ``first`` to before ``stop``, and in an image."""
+
+    first: int
+    stop: int
+    begin: int
+    nbytes: int
 
 
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor, threads: int) -> None:
@@ -117,7 +133,11 @@ def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor,
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the elements of a tensor, in order, are bytes of the host's memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.is_cpu and _is_in_order(tensor)
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,13 +178,20 @@ class Transfers:
             for batch in _batches(alike):
                 self._gather(batch)
 
+    def send(self, tensors: list[torch.Tensor], begin: int) -> None:
+        """Send tensors of one device and type that follow each other in the image, put together there."""
+        self._devices.add(tensors[0].device)
+        self._place(_torch_compat.one_behind_the_other(tensors).view(torch.uint8), begin)
+
     def _send(self, tensor: torch.Tensor, begin: int) -> None:
         for octets in _in_parts(tensor.detach()):
-            end = begin + octets.numel()
-            for low, high in _without_seams(begin, end):
-                part = octets.narrow(0, low - begin, high - low)
-                self._image.narrow(0, low, high - low).copy_(part, non_blocking=_is_asynchronous(part.device))
-            begin = end
+            self._place(octets, begin)
+            begin += octets.numel()
+
+    def _place(self, octets: torch.Tensor, begin: int) -> None:
+        for low, high in _without_seams(begin, begin + octets.numel()):
+            part = octets.narrow(0, low - begin, high - low)
+            self._image.narrow(0, low, high - low).copy_(part, non_blocking=_is_asynchronous(part.device))
 
     def _gather(self, batch: list[tuple[torch.Tensor, int]]) -> None:
         if batch[0][0].dtype in _JOINED:
