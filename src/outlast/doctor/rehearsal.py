@@ -16,11 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from outlast.stragglers.policy.options import StragglerAction
 
 _SAVE_INTERVAL = 5  # steps
 _LOOK = 0.02  # seconds between two looks at the event log
+_ENDS = {signal.SIGINT, signal.SIGTERM}
 _ENDING = 6.0  # seconds that are kept for the end of the job
 _SHARE_FOR_SAVES = 0.4  # of the time that is left after the first step
 _LEAST_TIMEOUT = 5.0  # seconds without a heartbeat; a busy machine is silent for one or two
@@ -244,6 +244,24 @@ class _Job:
         words += [str(self.wish.script or example()), *self.wish.arguments]
         words += ["--steps", "1000000"] if self.wish.script is None else []
         self.mark()
+        # A signal that ends this process in the middle of the start would leave a launch that nobody ends.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+        try:
+            self._launch(words, mask)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _launch(self, words: Sequence[str], mask: Iterable[signal.Signals | int]) -> None:
+        parent = os.getpid()
+
+        def begin() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            die_with_parent(parent)
+
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
                 words,
@@ -252,13 +270,9 @@ class _Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - the checks' thread has ended
+                preexec_fn=begin,  # noqa: PLW1509 - the checks' thread has ended
             )
         self._began = True
-        try:
-            yield
-        finally:
-            self.end()
 
     def mark(self) -> None:
         """Let the records from now on be the new ones."""
