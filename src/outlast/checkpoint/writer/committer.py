@@ -384,7 +384,8 @@ class CopyCommitter:
                 self._put_away(verify(self._tier, name, self.members.ranks))
             there = name in self._tier.names()
             self._flushed.add(name)
-            if not there:
+            lost = self.status.durable_step < _step(name) <= self.status.lost_step
+            if not there or (lost and not self._alone and self._is_of_this_generation(name)):
                 why = "the newest in memory when the job ended"
                 self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
             elif self._uploads is not None:
