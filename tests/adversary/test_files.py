@@ -321,6 +321,7 @@ def test_a_memory_folder_in_which_no_saver_began_goes_with_the_next_launch(tmp_p
     fcntl.flock(saver, fcntl.LOCK_EX)
     MemoryFolder(full).ask_to_flush()
     (left / "members.json").touch()  # of a rank that came when its writer had ended
+    MemoryFolder(left).listen().close()  # of a writer that could start no thread
     for other in others:  # from here on any launcher of this host may remove what nobody needs
         os.close(other)
     try:

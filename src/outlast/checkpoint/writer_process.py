@@ -29,6 +29,7 @@ from outlast.ipc.processes import Child, start, state_of
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 MEMBERS = "members.json"  # the table of ranks, in a memory folder
+BELL = "bell"  # a socket there that wakes the writer
 _OWNERS = "owners"
 _LOCK = "lock"
 _BYTES = 1 << 62
@@ -114,19 +115,24 @@ def without_others(root: Path, byte: int) -> Iterator[bool]:
 def remove_abandoned(base: Path) -> None:
     """Remove memory folders of this account whose owner died before its writer began: nothing is in them."""
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
-        with contextlib.suppress(OSError, RunFolderUnusable):
-            files.require_private(root)
-            if not set(os.listdir(root)) <= {_OWNERS, _LOCK, MEMBERS}:
-                continue
-            descriptor = _opened(root)
-            try:
-                alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
-                if alone and not is_locked(root / _LOCK):
-                    for path in root.iterdir():
-                        path.unlink()
-                    root.rmdir()
-            finally:
-                os.close(descriptor)
+        _remove_unused(root)
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove a memory folder that nobody owns and in which no writer has begun."""
+    with contextlib.suppress(OSError, RunFolderUnusable):
+        files.require_private(root)
+        if not set(os.listdir(root)) <= {_OWNERS, _LOCK, MEMBERS, BELL}:
+            return
+        descriptor = _opened(root)
+        try:
+            alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
+            if alone and not is_locked(root / _LOCK):
+                for path in root.iterdir():
+                    path.unlink()
+                root.rmdir()
+        finally:
+            os.close(descriptor)
 
 
 def is_locked(lock: files.AnyPath) -> bool:
@@ -299,6 +305,8 @@ class SaverProcess:
             self._end_stopped(process)
             return False
         if process.exit_code is not None and process.exit_code >= 0:
+            if process.exit_code:  # it could not begin: there were too many processes, for one
+                _remove_unused(Path(self._arguments[0]))
             return True
         self._tries_to_finish += 1
         if self._tries_to_finish > _TRIES:

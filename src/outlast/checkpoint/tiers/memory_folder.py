@@ -40,7 +40,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer_process import MEMBERS, MEMORY_PREFIX
+from outlast.checkpoint.writer_process import BELL, MEMBERS, MEMORY_PREFIX
 from outlast.errors import CheckpointError
 
 STAGED = ".staged"
@@ -291,7 +291,7 @@ class MemoryFolder:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.lock = self.root / "lock"
-        self._bell = self.root / "bell"
+        self._bell = self.root / BELL
         self._members = self.root / MEMBERS
         self._status = self.root / "status.json"
         self._flush = self.root / "flush"
