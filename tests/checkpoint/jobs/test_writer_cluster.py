@@ -314,7 +314,7 @@ def test_a_disk_that_is_full_at_the_end_is_asked_again_for_the_last_copy(
             saver.settle()
         for node in team.nodes:
             node.saver.hang_up()
-        until(lambda: "written again" in str(team.nodes[1].logged("note")), "a second attempt")
+        until(lambda: "is retried" in str(team.nodes[1].logged("note")), "a second attempt")
         ballast.unlink()
         for node in team.nodes:
             until(node.saver.ended, f"the end of {node.name}'s saver")

@@ -1,7 +1,7 @@
-"""Capturing the same objects again and again: what has kept its form since the last time is not taken apart.
+"""Capture of the same state again and again: keys and layout are reused while its form stays the same.
 
-To name 40,000 tensors and to check each takes three times as long as to find that their form is unchanged:
-type, address, shape, strides and element type, each compared for all in one call. No tensor is kept from one
+Naming and checking 40,000 tensors takes three times as long as comparing their form. Each property (type,
+address, shape, strides, element type) is compared for all tensors in one call. No tensor is kept from one
 capture to the next, so nothing holds memory that the script has released.
 """
 
@@ -133,7 +133,7 @@ class _Shape:
         self.keys = list(value) if self._kind in _MAPPINGS else list(range(len(value)))
         self._types = set(map(type, self.keys))
         if self._kind not in (*_MAPPINGS, list, tuple) or not self._types <= {int, str}:
-            raise _OtherForm  # among other types two keys may be equal, and not the same
+            raise _OtherForm  # keys of other types can be equal and still differ, as 1 and True do
 
     def parts(self, value: Any) -> list[Any]:
         """Return the parts of a value of this shape.
@@ -202,8 +202,7 @@ def _with(json: Json, jsons: list[Json]) -> Json:
 def _node_of(value: Any, json: Json, path: Path, captured: Captured, keys: list[str]) -> _Node:
     """Return what finds the form of a value again.
 
-    What is compared with later values is what was captured. A thread of the script may have changed the value
-    since, so what it is now is compared with that.
+    A thread of the script may have changed the value after its capture, so both are compared first.
 
     Args:
         value: the value.
@@ -278,8 +277,8 @@ class _Known:
         types: of the objects.
         keys: of the tensors, in the order in which they are found.
         geometry: of these, and of the parameters of optimizers.
-        placements: of these parameters that are distributed.
-        names: of these parameters.
+        placements: of the distributed parameters of optimizers.
+        names: of all parameters of optimizers.
         captured: the state, without its tensors.
     """
 
@@ -354,8 +353,8 @@ def _parts_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list
 class Capturer:
     """Captures a state again and again.
 
-    Captures of one form have the same ``form``, an object: what follows from keys, addresses, shapes, strides
-    and types of tensors need not be found out again.
+    Captures of one form share one ``form`` object: a caller may reuse what it derived from the keys,
+    addresses, shapes, strides and types of their tensors.
     """
 
     def __init__(self) -> None:

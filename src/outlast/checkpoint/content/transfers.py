@@ -55,7 +55,7 @@ class CopyPlan:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> CopyPlan:
-        """Return that of tensors, and where their bytes begin in the image."""
+        """Return the plan for tensors whose bytes begin at ``begins`` in the image."""
         runs: list[_Run] = []
         moves: list[tuple[int, int, int]] = []
         rest: list[int] = []

@@ -46,7 +46,7 @@ class Written:
         shared: rows of the files that all ranks share.
         contents: of the documents of the node's ranks.
         known: rows and contents are left out, since this leader has them.
-        by_name: it is of an earlier generation, or was lost before: steps do not tell whether it is over.
+        by_name: the copy is of an earlier generation or was lost before: its step cannot show its end.
     """
 
     name: _Text
@@ -61,7 +61,7 @@ class Written:
     by_name: bool = False
 
     def is_over(self, answer: Answer) -> bool:
-        """Return whether a leader's answer tells how the copy ended."""
+        """Return whether a leader's answer has the end of the copy."""
         if self.by_name:
             return self.name in answer.ended
         return self.step <= max(answer.durable_step, answer.lost_step)
@@ -222,7 +222,7 @@ class Leader:
 
     @property
     def lacking(self) -> frozenset[str]:
-        """The nodes that have not done their part for a copy on disk that others have done theirs for."""
+        """The nodes that have not reported their part of a copy that others have reported."""
         copies = [told for told in self._written.values() if not _any(told).is_over(self.answer)]
         return frozenset(node for told in copies for node in self._nodes - told.keys())
 
@@ -273,7 +273,7 @@ class Leader:
             complete: the copy.
             error: why it was lost; empty: it was not.
             failing: seconds since the first of the copies that were lost in a row.
-            counts: it is of this generation: steps of another one are others.
+            counts: the copy is of this generation; steps of two generations are not comparable.
         """
         if complete.by_name or not counts:
             ended = [name for name in self.answer.ended if name != complete.name]
@@ -368,7 +368,7 @@ class Member:
     Args:
         node: its name.
         session: of its ranks.
-        copies: the newest ones in memory that must stay.
+        copies: number of the newest copies in memory that must stay.
     """
 
     def __init__(self, node: str, session: str, copies: int = 2) -> None:
@@ -421,7 +421,7 @@ class Member:
 
     @property
     def pending(self) -> Collection[str]:
-        """The copies of which this node has done its part, and no leader has told yet how they ended."""
+        """The copies whose part this node has reported and whose end no leader has reported."""
         return self._written.keys()
 
     def wanted(self, held: Collection[int]) -> int:

@@ -137,7 +137,7 @@ class RankLayout:
         self._known: _LaidOut | None = None
 
     def of(self, captured: Captured, borrowed: Collection[str], step: int) -> Layout:
-        """Return where the tensors of a state go, those apart that are in other files.
+        """Return the layout of a state's own tensors, without those in other files.
 
         Args:
             captured: the state.
@@ -165,7 +165,7 @@ class _Route:
         form: of the state.
         entries: of the file.
         late: which of the tensors are copied late.
-        keys: of the tensors that are copied now.
+        keys: of the tensors that this route copies: the late ones, or all others.
         plan: of their copy.
     """
 

@@ -115,7 +115,7 @@ class WriterCluster:
         return _all_of(self._completed)
 
     def settled(self, complete: Complete, counts: bool, error: str = "", failing: float = 0.0) -> None:
-        """Tell all nodes the result of a commit; only where this node leads. See :meth:`Leader.settled`."""
+        """Report the result of a commit to all nodes, as their leader; see :meth:`Leader.settled`."""
         assert self.leader is not None
         with self._lock:
             self.leader.settled(complete, error, failing, counts)
@@ -152,7 +152,7 @@ class WriterCluster:
 
     @property
     def last_word(self) -> float:
-        """When a node was heard last that is still to do its part for a copy, or the leader; 0: none was."""
+        """Time of the last message of the leader, or of a node that has yet to report a part; 0: none."""
         if self.leader is None:
             return self._heard.get(self._chief.name, 0.0)
         with self._lock:

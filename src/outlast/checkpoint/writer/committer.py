@@ -104,13 +104,13 @@ class CopyCommitter:
         self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training, hold=hold)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
         self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
-        self._told: dict[str, dict[str, Any]] = {}  # of these, what is written here and not yet everywhere
+        self._told: dict[str, dict[str, Any]] = {}  # written by this node; no end reported by the leader yet
         self._to_commit: list[Complete] = []
         self._committing: Complete | None = None  # the latest that was begun
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._over = False
         self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
-        self._done_since = 0.0  # when this node had nothing left to do
+        self._done_since = 0.0  # the last time at which this node still had work
         self._failing_since = time.monotonic() - status.failing
         self._flushed: set[str] = set()
         self._untidy = False
@@ -280,7 +280,7 @@ class CopyCommitter:
     def _may_serve(self, name: str) -> bool:
         """Return whether a part that an earlier session left may still be loaded.
 
-        Once this one has loaded, only that copy may: others would take the buffers that it needs.
+        After a load only the loaded copy may be: the parts of others hold buffers that this session needs.
         """
         return self.members.loaded in (None, name) and not self._supersedes()
 
@@ -417,7 +417,7 @@ class CopyCommitter:
     def _newest(self) -> list[str]:
         """Return the copies in memory that may have to go to disk when the job ends.
 
-        Ranks of two nodes may be a save apart, so one of a node's newest two is the newest of all nodes.
+        Two nodes may differ by one save: one of a node's two newest copies is the newest that all nodes have.
         """
         names = sorted(set(self.stage.tier.names()) - self._torn, key=age)
         ours, durable = self.members.generation, self.status.durable_step
@@ -710,7 +710,7 @@ class CopyCommitter:
         if not self._over or name not in self._newest() or now > self._over_at + patience:
             return False
         if not self._next_try:
-            self._note(f"{error}: {name}, the last copy, is written again for {patience:g} s")
+            self._note(f"{error}: the write of {name}, the last copy, is retried for {patience:g} s")
         self._next_try = now + _TRY_EVERY
         return True
 
@@ -732,7 +732,7 @@ class CopyCommitter:
     def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
         self.status = replace(self.status, failures=0, failing=0.0, error="")
         step, ours = _step(name), self._is_of_this_generation(name)
-        if ours:  # the steps of another generation are others
+        if ours:  # steps of two generations are not comparable
             self.status = replace(self.status, durable_step=max(step, self.status.durable_step))
         seconds, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
         since = record.get("waits_since")

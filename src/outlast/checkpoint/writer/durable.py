@@ -280,8 +280,8 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, found: b
         name: of the copy.
         source: the tier in memory.
         target: the durable tier.
-        found: the copy is of an earlier writer, so its bytes are compared with their digests: retention
-            would remove an older, sound one for it.
+        found: an earlier writer made the copy. Its bytes are compared with their digests, because retention
+            may remove an older, sound copy once this one is on disk.
 
     Raises:
         CheckpointError: another copy has that name.
