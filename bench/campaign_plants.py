@@ -55,10 +55,10 @@ def no_digests() -> None:
 def stale_bytes() -> None:
     """A rank leaves out the last tensor of a state, so a buffer keeps its old bytes."""
     if _in_ranks():
-        from outlast.checkpoint.save.staging import Stager
+        from outlast.checkpoint.content.transfers import CopyPlan
 
-        whole: Callable[..., None] = Stager._copy
-        Stager._copy = lambda self, copier, copying, keys: whole(self, copier, copying, sorted(keys)[:-1])  # type: ignore[method-assign]
+        whole: Callable[..., CopyPlan] = CopyPlan.of
+        CopyPlan.of = lambda tensors, begins: whole(tensors[:-1], begins[:-1])  # type: ignore[method-assign,assignment]
 
 
 def older_first() -> None:
@@ -116,7 +116,7 @@ def hasty_commit() -> None:
     def of_those_there(self: CopyCommitter, folder: Path) -> Any:
         found = right(self, folder)
         if found is not None and found.get("ranks"):
-            there = [rank for rank in found["ranks"] if self._stage.record(folder, rank, found["world_size"])]
+            there = [rank for rank in found["ranks"] if self.stage.record(folder, rank, found["world_size"])]
             found = {**found, "ranks": there}
         return found
 
