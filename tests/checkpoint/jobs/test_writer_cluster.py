@@ -13,6 +13,7 @@ import torch
 from outlast.checkpoint.policy.manifest import COMMIT, copy_name
 from outlast.checkpoint.policy.resolve import CopyState, CopyStatus, Mark
 from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers import tier
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.cluster.lease_file import LeaseFile, boot_time
@@ -292,6 +293,26 @@ def test_a_part_that_was_damaged_in_memory_takes_the_place_of_no_copy_on_disk(
     team.end()
     assert 2 in {one["step"] for node in team.nodes for one in node.logged("save_lost")}
     assert DirectoryTier(node.durable).names() == [copy_name(1, 1)]
+
+
+@pytest.mark.long
+def test_a_node_that_may_not_commit_any_more_finds_that_once_when_its_job_is_over(
+    team_of: Callable[..., Team], tmp_path: Path
+) -> None:
+    """Not for each copy that all nodes have written: it would take so many times as long to end."""
+    team = team_of("a", "b")
+    leader, _ = team.nodes
+    lease = str(tmp_path / "lease")  # nobody writes it
+    credentials = leader.place.credentials
+    leader.saver = saver_process(leader.memory.root, leader.events, credentials=credentials, lease=lease)
+    team.start(replication=False)
+    team.train(3, durable=lambda _: True)
+    team.end()
+    lost = leader.logged("save_lost")
+    assert {one["step"] for one in lost} == {1, 2, 3}
+    times = [one["clock"] for one in lost]
+    assert max(times) - min(times) < 2 * tier._LEASE_PATIENCE
+    assert team.on_disk() == []
 
 
 @needs_root

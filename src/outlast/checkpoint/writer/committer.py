@@ -651,8 +651,12 @@ class CopyCommitter:
         elif done.outage and self._committing is not None and self._tries_again(name, done.error):
             self._to_commit.insert(0, self._committing)
         elif done.error:
-            lost = self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")
-            self._give_up_copy(lost, done.error)
+            lost = [self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")]
+            if done.stale and self._over:  # the others would be refused, too, each after a wait
+                lost += self._to_commit
+                self._to_commit = []
+            for one in lost:
+                self._give_up_copy(one, done.error)
         else:
             self._have(done.value[0])
 

@@ -27,7 +27,7 @@ from outlast.checkpoint.tiers.inventory import holds, read_manifest, require_byt
 from outlast.checkpoint.tiers.memory_folder import Members
 from outlast.checkpoint.tiers.remote import Remote, content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError
+from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, StaleGeneration
 from outlast.fields import DamagedCopy
 from outlast.files import is_outage
 
@@ -58,12 +58,14 @@ class Done:
         value: what its job returned.
         error: why it did not; empty: it did.
         outage: the file system refused, and may not refuse a while later.
+        stale: this node may not commit; the job may have gone on without it.
     """
 
     task: Task
     value: Any = None
     error: str = ""
     outage: bool = False
+    stale: bool = False
 
 
 class Tasks:
@@ -111,7 +113,8 @@ class Tasks:
             except Exception as error:  # noqa: BLE001 - the committer reports it, and the next task may go well
                 known = isinstance(error, (OSError, OutlastError))
                 words = str(error) if known else f"{type(error).__name__}: {error}"
-                done = Done(task, error=words, outage=is_outage(error))
+                stale = isinstance(error, StaleGeneration)
+                done = Done(task, error=words, outage=is_outage(error), stale=stale)
             self._results.put(done)
             self.done()
 
