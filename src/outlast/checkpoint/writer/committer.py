@@ -107,6 +107,7 @@ class CopyCommitter:
         self._told: dict[str, dict[str, Any]] = {}  # written by this node; no end reported by the leader yet
         self._to_commit: list[Complete] = []
         self._committing: Complete | None = None  # the latest that was begun
+        self._barred = ""  # why nothing can be committed any more
         self._unverified: list[str] = []  # on disk, of an earlier generation
         self._over = False
         self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
@@ -582,6 +583,8 @@ class CopyCommitter:
         done = self._disk.result()
         if done is not None:
             self._done(done)
+        if self._barred:
+            self._drop_all()
         if self._disk.task is None and self._unswept:
             self._sweep_disk()
         may = time.monotonic() >= self._next_try
@@ -636,8 +639,18 @@ class CopyCommitter:
         counts = self._is_of_this_generation(complete.name)
         self.team.settled(complete, counts, why, self.status.failing)
 
+    def _drop_all(self) -> None:
+        """Record the loss of all that is due: each copy would be refused as the latest was, after a wait."""
+        for complete in self._to_commit:
+            self._give_up_copy(complete, self._barred)
+        for name, record in self._wanted.items():
+            self._lost(name, self._barred, {0: record})
+        self._to_commit, self._wanted = [], {}
+
     def _done(self, done: Done) -> None:
         name = done.task.name
+        if done.stale and self._over:
+            self._barred = done.error
         ours = done.task.session == self.members.session or (
             self.members.leads and self._is_of_this_generation(name)
         )
@@ -651,12 +664,8 @@ class CopyCommitter:
         elif done.outage and self._committing is not None and self._tries_again(name, done.error):
             self._to_commit.insert(0, self._committing)
         elif done.error:
-            lost = [self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")]
-            if done.stale and self._over:  # the others would be refused, too, each after a wait
-                lost += self._to_commit
-                self._to_commit = []
-            for one in lost:
-                self._give_up_copy(one, done.error)
+            lost = self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")
+            self._give_up_copy(lost, done.error)
         else:
             self._have(done.value[0])
 
