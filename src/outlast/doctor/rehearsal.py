@@ -100,10 +100,19 @@ def carry_out(wish: Wish, deadline: float) -> tuple[list[Diagnosis], Measured]:
         job.end()
         job.observer.look()
         left = campaign.leftovers(job.observer, ours, before)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     found.append(policy.leftovers(left))
     source = f"the rehearsal of {wish.script or 'the packaged example'}"
     return found, replace(policy.measured(source, job.observer.records), interval=0.0)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the scratch folder; something that is about to end may still write into it."""
+    until = time.monotonic() + _ENDING
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(_LOOK)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _paths(job: _Job) -> Iterator[Diagnosis]:
