@@ -161,7 +161,7 @@ def _notes_of(value: Any) -> list[Any] | None:
     """Return what a module's state says of its layers; None: it is none.
 
     Raises:
-        _OtherForm: it is no mapping of mappings of texts and whole numbers.
+        _OtherForm: a part of it is neither a mapping, nor a text, nor a whole number.
     """
     notes = getattr(value, "_metadata", None) if type(value) is OrderedDict else None
     if notes is None:
@@ -254,7 +254,7 @@ _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("
 
 
 def _geometry(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
-    """Return what says where the elements of tensors are, and of which type.
+    """Return address, shape, strides, element type, flags and device of tensors, a list of each.
 
     Raises:
         _OtherForm: a tensor is none of those that are compared.

@@ -126,7 +126,7 @@ class Encoder:
     def _list(self, value: list[Any], path: Path) -> Json:
         value = list(value)  # a thread of the script may change it
         if set(map(type, value)) == _WHOLE and min(value) >= -_LARGEST and max(value) <= _LARGEST:
-            return value  # an optimizer numbers its parameters, of which there may be 10,000
+            return value  # such as the numbers of 10,000 parameters in an optimizer's state
         return self._items(value, path)
 
     def _tuple(self, value: Any, path: Path) -> Json:

@@ -138,7 +138,7 @@ class CopyCommitter:
             (tier.name, name)
             for tier in self.stage.replica_tiers()
             for name in tier.names()
-            if self._session_of(tier, name) != members.session
+            if (found := self._manifest(tier, name)) is None or found.session != members.session
         }
         self._survey()
 
@@ -150,14 +150,9 @@ class CopyCommitter:
     def _is_of_this_generation(self, name: str) -> bool:
         return place_of(name)[1] == self.members.generation
 
-    def _session_of(self, tier: DirectoryTier, name: str) -> str:
-        with contextlib.suppress(OutlastError, OSError), tier.open(name) as folder:
-            return read_manifest(folder, name)[0].session
-        return ""
-
-    def _manifest(self, name: str) -> Manifest | None:
+    def _manifest(self, tier: DirectoryTier, name: str) -> Manifest | None:
         """Return the manifest of a copy in memory; None: it cannot be read."""
-        with contextlib.suppress(OutlastError, OSError), self.stage.tier.open(name) as folder:
+        with contextlib.suppress(OutlastError, OSError), tier.open(name) as folder:
             return read_manifest(folder, name)[0]
         return None
 
@@ -165,7 +160,8 @@ class CopyCommitter:
         """Find the copies in memory and on disk, and those that are due there."""
         on_disk, names = self._tier.names(), sorted(self.stage.tier.names())
         for name in names:
-            manifest, record = self._manifest(name), self._any_record(self.stage.tier.folder / name)
+            manifest = self._manifest(self.stage.tier, name)
+            record = self._any_record(self.stage.tier.folder / name)
             ours = self._is_of_this_generation(name) and (manifest is not None or self._alone)
             if manifest is not None and manifest.part:
                 ours = manifest.session == self.members.session
@@ -608,7 +604,7 @@ class CopyCommitter:
         return Task("part", name, partial(write_part, name, self.stage.tier, self._tier, place, found))
 
     def _commit_next(self, complete: Complete) -> None:
-        """Commit a copy of which every node has done its part."""
+        """Commit a copy after all nodes have reported their parts."""
         together = self.members.together
         if complete.errors:
             self._give_up_copy(complete, "; ".join(complete.errors))
@@ -700,7 +696,7 @@ class CopyCommitter:
         if _is_older(name, self.members.generation, self.status.durable_step) or not self._is_owed(name):
             return  # all nodes have brought a later one to disk meanwhile
         self._told[name] = record
-        step, manifest = _step(name), self._manifest(name)
+        step, manifest = _step(name), self._manifest(self.stage.tier, name)
         told = Written(
             name,
             step,
