@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.load import landing, parallel
+from outlast.checkpoint.load import parallel, reading
 from outlast.checkpoint.load.parallel import ParallelLoad, part_of
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, copy_name, is_shared
 from outlast.checkpoint.policy.resolve import CopyState
@@ -76,21 +76,21 @@ class Reads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[int] = []
         self.whole: list[int] = []
-        copy, read = parallel.copy_verified, landing.read_verified
+        read = reading.read_verified
 
-        def copied(
-            folder: Any, entry: Any, digests: Any, into: int, begin: int, end: int, threads: int
+        def read_part(
+            folder: Any, entry: Any, digests: Any, target: Any, threads: int, part: Any, reserve: Any
         ) -> None:
-            self.parts.append(end - begin)
-            copy(folder, entry, digests, into, begin, end, threads)
+            self.parts.append(part[1] - part[0])
+            read(folder, entry, digests, target, threads, part, reserve)
 
-        def read_whole(folder: Any, entry: Any, *rest: Any) -> None:
+        def read_whole(folder: Any, entry: Any, *rest: Any, reserve: Any) -> None:
             self.whole += [entry.nbytes] if is_shared(entry.name) else []
-            read(folder, entry, *rest)
+            read(folder, entry, *rest, reserve=reserve)
 
         monkeypatch.setattr(parallel, "_LEAST_BYTES", 1)
-        monkeypatch.setattr(parallel, "copy_verified", copied)
-        monkeypatch.setattr(landing, "read_verified", read_whole)
+        monkeypatch.setattr(parallel, "read_verified", read_part)
+        monkeypatch.setattr(reading, "read_verified", read_whole)
 
 
 @pytest.fixture

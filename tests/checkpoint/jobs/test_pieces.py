@@ -33,7 +33,7 @@ def take(folder: Path, wanted: Part, reader: int) -> torch.Tensor:
         target = reading.reserve({"pad": (Part.whole((3,)), 1), "t": (wanted, dtype.itemsize)})["t"]
         moves, why = reading.moves_to(target, world.held("t", wanted), reader, partial(world.entry, "t"))
         assert why == ""
-        reading.carry_out(copy, world.file, moves)
+        reading.carry_out(copy, world.file, moves, 1 + reader)
         return target.typed(dtype)
 
 

@@ -17,8 +17,7 @@ import torch
 from outlast.checkpoint.content.digest import chunk_digests, combined
 from outlast.checkpoint.content.memory import allocate, in_threads
 from outlast.checkpoint.load import reading
-from outlast.checkpoint.load.landing import Source
-from outlast.checkpoint.load.reading import padded, read_verified
+from outlast.checkpoint.load.reading import Source, padded, read_verified
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import FileEntry, copy_name
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
@@ -233,5 +232,6 @@ def test_a_memory_tier_on_disk_is_read_and_not_mapped(tmp_path: Path, seed: int)
     _, entry, _ = write(tmp_path, 9000, random.Random(seed))
     if tmp_path.stat().st_dev == SHM.stat().st_dev:
         pytest.skip("the temporary folder is in memory, too")
-    with opened(tmp_path) as folder:
-        assert not Source(folder, entry, near=True)._mapped
+    with DirectoryTier(tmp_path.parent, private=True).open(tmp_path.name) as folder:
+        assert folder.is_near(entry.name)
+        assert not Source(folder, entry, lambda *_: None)._mapped

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -61,6 +61,18 @@ def allocate(nbytes: int) -> mmap.mmap:
         except OSError:
             return memory  # a kernel without huge pages: slower, nothing else
     return memory
+
+
+class Loan(NamedTuple):
+    """Memory that is lent to a load.
+
+    Args:
+        memory: for a whole file.
+        reserve: called with begin and size before bytes of it are written; ensures that they have pages.
+    """
+
+    memory: mmap.mmap
+    reserve: Callable[[int, int], object]
 
 
 def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object] = lambda _: None) -> None:

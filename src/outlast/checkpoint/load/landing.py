@@ -7,8 +7,6 @@ memory becomes a buffer again. Nobody else writes these files, and while ranks l
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -17,12 +15,8 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded
-from outlast.checkpoint.content.digest import read_digests
-from outlast.checkpoint.content.memory import allocate, block_of, copy_slices
+from outlast.checkpoint.content.memory import block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
-from outlast.checkpoint.load.reading import padded, read_verified, verify_mapped
-from outlast.checkpoint.policy.manifest import FileEntry
-from outlast.checkpoint.tiers.tier import CopyFolder
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # saved, live
 _Range = tuple[int, int, int]  # addresses, and the saved tensor that goes there; 0: none
@@ -140,63 +134,6 @@ def _overlapping(ranges: list[_Range]) -> Iterator[int]:
             yield from (place, holder)
         if end > reached:
             reached, holder = end, place
-
-
-_MEMORY = "/dev/shm"
-
-
-class Source:
-    """The bytes of a safetensors file in memory. They are not valid before :meth:`fill`.
-
-    Args:
-        folder: the copy.
-        entry: of the file, in the manifest.
-        near: the copy is in the memory tier of this node.
-
-    Raises:
-        DamagedCopy: the file is missing, no regular file, or of another size.
-        OSError: the file system refused.
-    """
-
-    def __init__(self, folder: CopyFolder, entry: FileEntry, near: bool) -> None:
-        self._entry = entry
-        mapped = _map(folder, entry) if near else None
-        self._mapped = mapped is not None
-        self._memory = mapped if mapped is not None else allocate(padded(entry.nbytes))
-
-    def fill(self, folder: CopyFolder, threads: int) -> None:
-        """Verify every byte, after reading the file where it is not mapped.
-
-        Args:
-            folder: the copy.
-            threads: that do so, the caller's included.
-
-        Raises:
-            DamagedCopy: names the first bytes that are not as they were saved.
-            OSError: the file system refused.
-        """
-        content, digests = memoryview(self._memory), read_digests(folder, self._entry)
-        if self._mapped:
-            verify_mapped(self._entry, digests, content, threads)
-        else:
-            read_verified(folder, self._entry, digests, content, threads)
-
-    def view(self, begin: int, end: int) -> torch.Tensor:
-        """Return a range as a tensor of bytes. A write to it does not change the file."""
-        if begin == end:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
-
-
-def _map(folder: CopyFolder, entry: FileEntry) -> mmap.mmap | None:
-    """Map a file; None where it must be read."""
-    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
-        try:
-            if os.fstat(descriptor).st_dev != os.stat(_MEMORY).st_dev:
-                return None
-            return mmap.mmap(descriptor, entry.nbytes, flags=mmap.MAP_PRIVATE)
-        except (OSError, ValueError):
-            return None
 
 
 _Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both in one block, of one order, and on the host

@@ -12,6 +12,7 @@ in common, each rank reads for itself. (Megatron's ``fully_parallel_load`` excha
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.digest import read_digests
 from outlast.checkpoint.content.memory import in_threads
-from outlast.checkpoint.load.reading import copy_verified, write_at
+from outlast.checkpoint.load.reading import read_verified, write_at
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, FileEntry, Manifest, is_shared
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerLost
@@ -205,7 +206,16 @@ class ParallelLoad:
                 digests = read_digests(landed, entry)
             except DamagedCopy as error:
                 raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
-            copy_verified(folder, entry, digests, into, begin, end, self._around.threads)
+            with mmap.mmap(into, entry.nbytes) as memory, memoryview(memory) as target:
+                read_verified(
+                    folder,
+                    entry,
+                    digests,
+                    target,
+                    self._around.threads,
+                    (begin, end),
+                    lambda low, nbytes: os.posix_fallocate(into, low, nbytes),
+                )
 
     def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
         """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
@@ -288,6 +298,10 @@ class _Overlay(CopyFolder):
         of = self._landed if is_shared(file) else self._folder
         with of.open(file, nbytes) as found:
             yield found
+
+    def is_near(self, _file: str) -> bool:
+        """Say whether a file has landed."""
+        return is_shared(_file)
 
 
 def _shared(manifest: Manifest) -> list[tuple[FileEntry, FileEntry, FileEntry]]:

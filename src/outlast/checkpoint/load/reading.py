@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest, read_digests
-from outlast.checkpoint.content.memory import allocate, as_tensor, block_of, in_threads
+from outlast.checkpoint.content.memory import Loan, allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, FileEntry
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
@@ -41,66 +41,108 @@ def padded(nbytes: int) -> int:
 
 
 def read_verified(
-    folder: CopyFolder, entry: FileEntry, digests: bytes, target: memoryview, threads: int
+    folder: CopyFolder,
+    entry: FileEntry,
+    digests: bytes,
+    target: memoryview,
+    threads: int,
+    part: tuple[int, int] | None = None,
+    reserve: Callable[[int, int], object] = lambda *_: None,
 ) -> None:
-    """Read a safetensors file and verify every byte of it.
+    """Read a safetensors file, or a part of it, to its place in memory, and verify every byte of it.
 
     Args:
         folder: the copy.
         entry: of the file, in the manifest.
         digests: of its chunks.
-        target: memory that begins at a page, as large as :func:`padded` says; after an error nothing in there
-            is worth anything.
+        target: memory for the whole file, which begins at a page; where it is as large as :func:`padded`
+            says, the page cache need not serve the end. After an error the part is worth nothing.
         threads: that digest; a few more read, since they mostly wait for the disk.
+        part: its begin, a multiple of the size of a chunk, and its end: another one, or that of the file.
+        reserve: called with begin and size before bytes are read; ensures that there is memory for them.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
-        OSError: the file system refused.
+        OSError: the file system refused, or ``reserve`` did.
     """
+    first, last = part or (0, entry.nbytes)
     with folder.open(entry.name, entry.nbytes) as (descriptor, _), _opened(descriptor, entry) as file:
 
         def read(unit: int) -> None:
-            begin = unit * _UNIT_BYTES
-            end = min(begin + _UNIT_BYTES, entry.nbytes)
+            begin = first + unit * _UNIT_BYTES
+            end = min(begin + _UNIT_BYTES, last)
+            reserve(begin, end - begin)
             file.read(target, begin, end)
             verify_chunks(entry, digests, target[begin:end], begin)
 
-        in_threads(lambda: read, -(-entry.nbytes // _UNIT_BYTES), max(_READERS, threads))
+        in_threads(lambda: read, -(-(last - first) // _UNIT_BYTES), max(_READERS, threads))
 
 
-def copy_verified(
-    folder: CopyFolder, entry: FileEntry, digests: bytes, into: int, begin: int, end: int, threads: int
-) -> None:
-    """Copy a part of a safetensors file into another file, and verify every byte of it.
+_MEMORY = "/dev/shm"
+
+
+Lend = Callable[[str, int], Loan | None]
+
+
+class Source:
+    """The bytes of a safetensors file in memory. They are not valid before :meth:`fill`.
 
     Args:
-        folder: the copy.
+        folder: the copy. A file of it that is near is mapped.
         entry: of the file, in the manifest.
-        digests: of its chunks.
-        into: descriptor of the other file.
-        begin: of the part, a multiple of the size of a chunk.
-        end: of the part: another one, or that of the file.
-        threads: see :func:`read_verified`.
+        lend: returns memory for a file, given its name and size; None: there is none to lend, and private
+            memory is made.
 
     Raises:
-        DamagedCopy: names the first bytes that are not as they were saved.
+        DamagedCopy: the file is missing, no regular file, or of another size.
         OSError: the file system refused.
     """
-    with folder.open(entry.name, entry.nbytes) as (descriptor, _), _opened(descriptor, entry) as file:
 
-        def worker() -> Callable[[int], None]:
-            memory = memoryview(allocate(_UNIT_BYTES))
+    def __init__(self, folder: CopyFolder, entry: FileEntry, lend: Lend) -> None:
+        self._entry = entry
+        self._reserve: Callable[[int, int], object] = lambda *_: None
+        mapped = _map(folder, entry) if folder.is_near(entry.name) else None
+        self._mapped = mapped is not None
+        if mapped is not None:
+            self._memory: mmap.mmap = mapped
+        elif (loan := lend(entry.name, entry.nbytes)) is not None:
+            self._memory, self._reserve = loan
+        else:
+            self._memory = allocate(padded(entry.nbytes))
 
-            def copy(unit: int) -> None:
-                low = begin + unit * _UNIT_BYTES
-                content = memory[: min(low + _UNIT_BYTES, end) - low]
-                file.read(memory, low, low + len(content), low)
-                verify_chunks(entry, digests, content, low)
-                write_at(into, content, low)
+    def fill(self, folder: CopyFolder, threads: int) -> None:
+        """Verify every byte, after reading the file where it is not mapped.
 
-            return copy
+        Args:
+            folder: the copy.
+            threads: that do so, the caller's included.
 
-        in_threads(worker, -(-(end - begin) // _UNIT_BYTES), max(_READERS, threads))
+        Raises:
+            DamagedCopy: names the first bytes that are not as they were saved.
+            OSError: the file system refused.
+        """
+        content, digests = memoryview(self._memory), read_digests(folder, self._entry)
+        if self._mapped:
+            verify_mapped(self._entry, digests, content, threads)
+        else:
+            read_verified(folder, self._entry, digests, content, threads, reserve=self._reserve)
+
+    def view(self, begin: int, end: int) -> torch.Tensor:
+        """Return a range as a tensor of bytes. A write to it does not change the file of a copy."""
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
+
+
+def _map(folder: CopyFolder, entry: FileEntry) -> mmap.mmap | None:
+    """Map a file; None where it must be read."""
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
+        try:
+            if os.fstat(descriptor).st_dev != os.stat(_MEMORY).st_dev:
+                return None
+            return mmap.mmap(descriptor, entry.nbytes, flags=mmap.MAP_PRIVATE)
+        except (OSError, ValueError):
+            return None
 
 
 def write_at(descriptor: int, content: memoryview, begin: int) -> None:
@@ -158,14 +200,8 @@ class _File:
         self._file = entry.name
         self._cached = _cached(descriptor, entry.nbytes) if direct >= 0 else b""
 
-    def read(self, target: memoryview, begin: int, end: int, first: int = 0) -> None:
-        """Read a range to its place in memory that begins at a page.
-
-        Args:
-            target: the memory.
-            begin: of the range.
-            end: of the range.
-            first: the place in the file that belongs at the begin of the memory.
+    def read(self, target: memoryview, begin: int, end: int) -> None:
+        """Read a range to its place in memory for the whole file; see :func:`read_verified`.
 
         Raises:
             DamagedCopy: the file ends before.
@@ -173,13 +209,13 @@ class _File:
         """
         if self._direct >= 0 and begin % _BLOCK_BYTES == 0 and not self._holds(begin, end):
             try:
-                place = target[begin - first : padded(end) - first]
+                place = target[begin : padded(end)]
                 if os.preadv(self._direct, [place], begin) >= end - begin:
                     return
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-        read_exactly(self._descriptor, target[begin - first : end - first], begin, self._file)
+        read_exactly(self._descriptor, target[begin:end], begin, self._file)
 
     def _holds(self, begin: int, end: int) -> bool:
         """Say whether the page cache has most of a range."""
@@ -359,26 +395,38 @@ def _opened_file(folder: CopyFolder, entry: FileEntry) -> Iterator[_VerifiedFile
         yield _VerifiedFile(descriptor, entry, digests)
 
 
-def carry_out(folder: CopyFolder, file_of: Callable[[int], FileEntry], moves: Sequence[Move]) -> None:
+def carry_out(
+    folder: CopyFolder, file_of: Callable[[int], FileEntry], moves: Sequence[Move], threads: int
+) -> None:
     """Read parts to where they go.
 
     Args:
         folder: the copy.
         file_of: returns a safetensors file by its number.
         moves: what to read.
+        threads: that read, the caller's included; each holds 16 MiB.
 
     Raises:
         DamagedCopy: a byte is not as it was saved.
         OSError: the file system refused.
     """
-    by_source: dict[int, list[Move]] = {}
-    for move in moves:
-        by_source.setdefault(move.stored.source, []).append(move)
-    for source, wanted in sorted(by_source.items()):
-        with _opened_file(folder, file_of(source)) as file:
-            for move in sorted(wanted, key=lambda each: each.stored.entry.begin):
-                for block in blocks(move.part, move.stored.entry.part, max(1, _AT_A_TIME // move.itemsize)):
-                    _copy(file, move, block)
+    runs: list[list[tuple[Move, Part]]] = []  # each of one file, in the order of its bytes
+    most = max(_AT_A_TIME, sum(move.part.numel * move.itemsize for move in moves) // threads)
+    source, size = -1, 0
+    for move in sorted(moves, key=lambda each: (each.stored.source, each.stored.entry.begin)):
+        for block in blocks(move.part, move.stored.entry.part, max(1, _AT_A_TIME // move.itemsize)):
+            if source != move.stored.source or size >= most:
+                runs.append([])
+                source, size = move.stored.source, 0
+            runs[-1].append((move, block))
+            size += block.numel * move.itemsize
+
+    def read(number: int) -> None:
+        with _opened_file(folder, file_of(runs[number][0][0].stored.source)) as file:
+            for move, block in runs[number]:
+                _copy(file, move, block)
+
+    in_threads(lambda: read, len(runs), threads)
 
 
 def _copy(file: _VerifiedFile, move: Move, block: Part) -> None:

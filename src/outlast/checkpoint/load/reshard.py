@@ -26,10 +26,12 @@ from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
-from outlast.checkpoint.load.landing import Landing, Source
+from outlast.checkpoint.load.landing import Landing
 from outlast.checkpoint.load.reading import (
     Held,
+    Lend,
     Move,
+    Source,
     Target,
     carry_out,
     differing,
@@ -96,8 +98,8 @@ def open_part(
     commit: str,
     identity: Identity,
     state: Mapping[str, object],
-    near: bool = False,
     threads: int = 1,
+    lend: Lend = lambda *_: None,
 ) -> Received:
     """Read and verify all of a rank's part but the tensors, from the files of whatever ranks have it.
 
@@ -107,8 +109,8 @@ def open_part(
         commit: the manifest digest that the ranks agreed on.
         identity: this rank.
         state: the live objects; nothing in them is changed.
-        near: the copy is in the memory tier of this node.
         threads: that this rank may use.
+        lend: see :class:`Source`.
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
@@ -121,7 +123,7 @@ def open_part(
     _require_same(manifest, digest, commit)
     if _same_world(manifest, identity):
         rank_file = read_rank_file(folder, manifest, identity.rank)
-        own = _as_saved(folder, manifest, rank_file, identity.rank, near, threads)
+        own = _as_saved(folder, manifest, rank_file, identity.rank, threads, lend)
         if not _stands_otherwise(rank_file, live):
             return own
     if manifest.part:
@@ -129,7 +131,7 @@ def open_part(
             f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
             f" rank {identity.rank} of {identity.world_size} needs more of them"
         )
-    return _Plan(World(folder, manifest), commit, identity, live).received()
+    return _Plan(World(folder, manifest), commit, identity, live, threads).received()
 
 
 def require_claimed(left: Sequence[Sequence[str]]) -> None:
@@ -156,10 +158,15 @@ def _common(parameters: Sequence[dict[str, list[list[Any]]]]) -> dict[str, list[
 
 
 def _as_saved(
-    folder: CopyFolder, manifest: Manifest, rank_file: RankFile, rank: int, near: bool, threads: int
+    folder: CopyFolder,
+    manifest: Manifest,
+    rank_file: RankFile,
+    rank: int,
+    threads: int,
+    lend: Lend,
 ) -> Received:
     """Return what a rank gets of its own files."""
-    files = [(shard, Source(folder, shard.file, near)) for shard in rank_file.shards]
+    files = [(shard, Source(folder, shard.file, lend)) for shard in rank_file.shards]
     memory = {
         key: file.view(entry.begin, entry.end)
         for shard, file in files
@@ -293,10 +300,12 @@ class _Plan:
         commit: digest of its manifest.
         identity: this rank.
         state: the live objects.
+        threads: that it may use.
     """
 
-    def __init__(self, world: World, commit: str, identity: Identity, state: LiveState) -> None:
+    def __init__(self, world: World, commit: str, identity: Identity, state: LiveState, threads: int) -> None:
         self._world = world
+        self._threads = threads
         self._commit = commit
         self._identity = identity
         self._state = state
@@ -454,6 +463,6 @@ class _Plan:
             whose = f"{world.named(one)} and on {world.named(other)}"
             self._problems.append(f"{key} is not the same on {whose}, which saved it")
         self._refuse()
-        carry_out(folder, world.file, moves)
+        carry_out(folder, world.file, moves, self._threads)
         for key, target in targets.items():
             put_in_order(target.octets, target.part.shape, self._orders[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups
 from outlast.checkpoint.load.landing import Landing
+from outlast.checkpoint.load.reading import Lend
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.manifest import is_shared, place_of, some
 from outlast.checkpoint.policy.resolve import (
@@ -38,6 +40,7 @@ from outlast.files import OUTAGE, when_there_is_room
 from outlast.recovery.policy.events import Loaded, Note, Quarantined
 
 _POLL = 0.25
+_NO_PAGES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,28 @@ class _Attempt:
         if parallel is not None and tier is self._around.tier and parallel.has_landed(self._plan.name):
             try:
                 with tier.open(self._plan.name) as folder, parallel.over(folder) as landed:
-                    return self._examine_in(landed, near=True)
+                    return self._examine_in(landed)
             except (DamagedCopy, OSError) as error:
                 if isinstance(error, DamagedCopy) and not is_shared(error.damage.file):
                     raise
                 self._around.record(Note, reason=f"{error}: what has landed in memory is not used")
         with tier.open(self._plan.name) as folder:
-            return self._examine_in(folder, near=tier is self._around.memory)
+            return self._examine_in(folder)
 
-    def _examine_in(self, folder: CopyFolder, near: bool) -> dict[str, Any]:
+    def _examine_in(self, folder: CopyFolder) -> dict[str, Any]:
+        """Examine a copy, through a buffer if one is lent and there are pages for it."""
+        buffers = self._around.buffers
+        if buffers is not None:
+            try:
+                return self._examine_through(folder, buffers.lend)
+            except OSError as error:
+                buffers.take_back()
+                if error.errno not in _NO_PAGES:
+                    raise
+                self._around.record(Note, reason=f"{error}: private memory is used for the load")
+        return self._examine_through(folder, lambda *_: None)
+
+    def _examine_through(self, folder: CopyFolder, lend: Lend) -> dict[str, Any]:
         plan = self._plan
         try:
             require_shapes(self._state)
@@ -139,8 +155,8 @@ class _Attempt:
                 plan.commit,
                 self._around.identity,
                 self._state,
-                near=near,
-                threads=self._around.threads,
+                self._around.threads,
+                lend,
             )
             for name, holder in self._state.items():
                 if getattr(holder, "outlast_optional", False):
@@ -192,6 +208,9 @@ class Restorer:
         except BaseException:
             self._groups.undo()
             raise
+        finally:
+            if self._around.buffers is not None:
+                self._around.buffers.take_back()
         self._groups.keep()
         return found
 

@@ -17,12 +17,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast.checkpoint.content.memory import populate
+from outlast.checkpoint.content.memory import Loan, populate
+from outlast.checkpoint.save.host_memory import is_memory
 from outlast.checkpoint.save.mapping import Mapping, current_device
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
 _REST = 9.0  # nothing is done for so many times the duration of a window, where training goes on beside
+_LENDS = 16 << 20  # bytes; a smaller file is loaded through private memory
 _AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
 _AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
@@ -69,6 +71,7 @@ class Buffers:
         self._awaited = threading.Event()  # a save waits for the buffer that is being made
         self._beside = False  # a thread prepares buffers while training goes on
         self._lacking = False  # it has still some to make
+        self._lent: Path | None = None
         self._device: int | None = None
 
     @property
@@ -230,9 +233,70 @@ class Buffers:
             os.rename(buffer.path, self._pool / os.urandom(8).hex())
             buffer.path.parent.rmdir()  # where no other rank stages, too
 
-    def _take(self, path: Path) -> bool:
-        """Take a buffer out of the pool, rather one that is mapped; return whether there was one."""
-        free = [one for one in self._stage.free(self._name) if not (self._making and _is_hidden(one))]
+    def lend(self, file: str, nbytes: int) -> Loan | None:
+        """Lend a buffer to a load; meanwhile its name is hidden, and none is made. See :meth:`take_back`.
+
+        Args:
+            file: that is loaded.
+            nbytes: its size.
+
+        Returns:
+            Its memory; None: the file is small or not of these buffers, they are on a disk, as many as may be
+            are in use, or the file system refuses.
+        """
+        self.take_back()
+        if file != self._file or nbytes < _LENDS or not self._stage.private:
+            return None
+        if not is_memory(self._stage.root):
+            return None
+        path = self._pool / f".{os.urandom(8).hex()}"
+        with self._changed:
+            while self._making:
+                self._changed.wait(_AGAIN)
+            if not (self._stage.free(self._name) or self._has_room()):
+                return None
+            self._making, self._lent = True, path
+
+        def reserve(begin: int, size: int) -> None:
+            with self._opened(path) as (descriptor, _):
+                os.posix_fallocate(descriptor, begin, size)
+
+        try:
+            self._pool.mkdir(mode=0o700, exist_ok=True)
+            self._take(path, hidden=True)
+            return Loan(self._map(path, nbytes, populates=False), reserve)
+        except OSError:
+            self.take_back()
+            return None
+
+    def take_back(self) -> None:
+        """Put the buffer that is lent, if one is, into the pool; remove it where pages are missing."""
+        path, self._lent = self._lent, None
+        if path is None:
+            return
+        try:
+            status = path.lstat()
+            if status.st_blocks * _BLOCK >= status.st_size:
+                os.rename(path, self._pool / path.name[1:])
+            else:
+                path.unlink()
+                with self._changed:
+                    self._mapped.pop(status.st_ino, None)
+        except FileNotFoundError:  # with the memory folder
+            pass
+        finally:
+            self._end_making()
+
+    def _take(self, path: Path, hidden: bool = False) -> bool:
+        """Take a buffer out of the pool, rather one that is mapped; return whether there was one.
+
+        Args:
+            path: its name from now on.
+            hidden: also one that was being made when its maker was killed, though a buffer is being made.
+        """
+        free = [
+            one for one in self._stage.free(self._name) if hidden or not (self._making and _is_hidden(one))
+        ]
         if free:
             os.rename(min(free, key=lambda one: one.lstat().st_ino not in self._mapped), path)
         return bool(free)
@@ -281,6 +345,7 @@ class Buffers:
         nbytes: int,
         rest: Callable[[float], object] | None = None,
         device: int | None = None,
+        populates: bool = True,
     ) -> Mapping:
         """Set the size of a file, see that it has its pages, and return its content.
 
@@ -290,6 +355,7 @@ class Buffers:
             rest: called after each window of :func:`populate`; None: a copy follows at once, which maps the
                 pages that are there sooner than this.
             device: for which the memory is registered; None: it is not, or later.
+            populates: False: whoever writes to it sees to the pages.
         """
         with self._opened(path) as (descriptor, status):
             with self._changed:
@@ -304,7 +370,7 @@ class Buffers:
                 os.ftruncate(descriptor, nbytes)
                 known = Mapping(descriptor, nbytes)
                 known.valid = nbytes
-                if rest is not None or status.st_blocks * _BLOCK < nbytes:
+                if populates and (rest is not None or status.st_blocks * _BLOCK < nbytes):
                     populate(descriptor, known, rest or (lambda _: None))
             known.register(device)
             with self._changed:

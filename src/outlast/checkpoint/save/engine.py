@@ -117,7 +117,7 @@ class Engine:
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
-        around = replace(around, memory=stage.tier, threads=threads)
+        around = replace(around, memory=stage.tier, threads=threads, buffers=buffers)
         if around.identity.world_size > 1:
             place = self._place
             parallel = ParallelLoad(around, stage, members, place.node, place.credentials)

@@ -78,7 +78,7 @@ def rooms_of(
     """
     found = os.statvfs(folder)
     rooms = {_FILES: found.f_bavail * found.f_frsize}
-    if _is_memory(folder):
+    if is_memory(folder):
         rooms |= {_GROUP: memory_room(process), _HOST: available_memory(meminfo)}
     used = _allocated(folder)
     return {limit: room + used for limit, room in rooms.items() if room >= 0}
@@ -107,7 +107,8 @@ def shortage(demand: Demand, rooms: Mapping[str, int], buffers: int) -> str:
     )
 
 
-def _is_memory(folder: Path) -> bool:
+def is_memory(folder: Path) -> bool:
+    """Say whether a folder is on a file system in memory."""
     found = (ctypes.c_long * 32)()  # struct statfs, which begins with the type, has 15 words
     return ctypes.CDLL(None).statfs(os.fsencode(folder), found) == 0 and found[0] in _MEMORY_FILE_SYSTEMS
 

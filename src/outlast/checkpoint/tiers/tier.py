@@ -54,10 +54,20 @@ _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
 class CopyFolder:
-    """An open copy; it stays readable when its folder is renamed meanwhile."""
+    """An open copy; it stays readable when its folder is renamed meanwhile.
 
-    def __init__(self, descriptor: int) -> None:
+    Args:
+        descriptor: of the folder.
+        near: it is in the memory folder of this node, and nobody writes to its files while ranks load.
+    """
+
+    def __init__(self, descriptor: int, near: bool = False) -> None:
         self._descriptor = descriptor
+        self._near = near
+
+    def is_near(self, _file: str) -> bool:
+        """Say whether a file can be used where it is, without a copy in private memory."""
+        return self._near
 
     @contextmanager
     def open(self, file: str, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
@@ -264,7 +274,7 @@ class DirectoryTier:
                 raise DamagedCopy(Damage(name, "a folder", "something else")) from error
             raise
         try:
-            yield CopyFolder(descriptor)
+            yield CopyFolder(descriptor, self._private)
         finally:
             os.close(descriptor)
 

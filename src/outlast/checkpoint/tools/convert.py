@@ -22,7 +22,7 @@ import torch
 
 from outlast.checkpoint.content.digest import row_of
 from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
-from outlast.checkpoint.content.memory import allocate, as_tensor
+from outlast.checkpoint.content.memory import allocate, as_tensor, share_of_processors
 from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_forms import Json, references
@@ -106,7 +106,7 @@ def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) 
         if why:
             raise CheckpointMismatch(f"{key} {why}; nothing was written")
         moves += found
-    carry_out(folder, world.file, moves)
+    carry_out(folder, world.file, moves, share_of_processors(1))
 
 
 _SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
