@@ -256,6 +256,22 @@ def local_and_placement(tensor: Tensor) -> tuple[Tensor, object]:
     return tensor._local_tensor, (spec, tuple(map(type, spec.placements)))  # type: ignore[attr-defined]
 
 
+def distributed_like(template: Tensor, local: Tensor) -> Tensor:
+    """Return a distributed tensor that is placed as another one, of a part of the same shape, without a copy."""
+    import torch
+
+    with torch.no_grad():
+        found: Tensor = type(template).from_local(  # type: ignore[attr-defined]
+            local,
+            template.device_mesh,  # type: ignore[attr-defined]
+            template.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=template.shape,
+            stride=template.stride(),
+        )
+    return found
+
+
 def groups_by_backend() -> dict[str, list[ProcessGroup]]:
     """Return this process's groups by backend; one with several is under each of them."""
     import torch.distributed as dist

@@ -194,11 +194,8 @@ def test_buffers_of_a_process_that_was_killed_are_used_again(
     until(lambda: sum(driver.parts.values()) == 8 * _PAGE, "all memory to be registered")
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["this kernel", "an older kernel"])
-def test_all_pages_of_a_buffer_are_there_and_mapped(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_of_a_buffer_are_there_and_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_PAGES_BYTES", 1 << 20)
-    if not known:
-        monkeypatch.setattr(memory, "_POPULATE_WRITE", 12345)  # EINVAL
     nbytes = (5 << 20) + 4097
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.ftruncate(file.fileno(), nbytes)

@@ -255,9 +255,10 @@ def adopt(template: Any, saved: Any) -> Any:
     if distributed(template):
         if not isinstance(saved, torch.Tensor):
             return saved
-        whole = torch.empty_like(template, dtype=saved.dtype, requires_grad=False)
-        local_of(whole).copy_(saved)
-        return whole
+        local = local_of(template)
+        if saved.stride() != local.stride():  # a fused kernel pairs the elements of both by their places
+            saved = torch.empty_like(local, dtype=saved.dtype, requires_grad=False).copy_(saved)
+        return _torch_compat.distributed_like(template, saved.to(local.device))
     if isinstance(template, Mapping) and isinstance(saved, dict):
         for key in saved.keys() & template.keys():
             saved[key] = adopt(template[key], saved[key])

@@ -1,29 +1,31 @@
 """From verified bytes to live objects: straight to their tensors where that is safe, else to new memory.
 
-A file of the node's memory tier is mapped and verified where it is; another one is read into memory and
-verified there. Nothing of either is left in use when the live objects have taken what they take: the file in
-memory becomes a buffer again. Nobody else writes these files, and while ranks load nobody stages.
+Nothing of the files that were verified is left in use when the live objects have taken what they take: what
+they had of the memory tier becomes buffers again. While ranks load nobody stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 
 from outlast._torch_compat import takes_plainly
-from outlast.checkpoint.content.codecs import Coded
+from outlast.checkpoint.content.codecs import Coded, local_of
 from outlast.checkpoint.content.memory import block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
+from outlast.checkpoint.content.uploads import nbytes_of, upload
+from outlast.checkpoint.policy.table import is_dense
 
+_DEVICES = ("cpu", "cuda")  # of which addresses tell what shares memory
 _Pair = tuple[torch.Tensor, torch.Tensor]  # saved, live
 _Range = tuple[int, int, int]  # addresses, and the saved tensor that goes there; 0: none
 
 
 def places_for(state: Mapping[str, object], saved: Mapping[str, Any]) -> dict[int, torch.Tensor]:
-    """Pair saved tensors with live ones that can stand for them: on the host, of the same form.
+    """Pair saved tensors with live ones that can stand for them: on the host or a GPU, of the same form.
 
     A live tensor that was given the content of a saved one may then be loaded in its stead: a module
     finds nothing to copy, an optimizer keeps what it has. That holds of those that take their state as
@@ -72,29 +74,35 @@ def _pairs(holder: object, saved: Any) -> Iterator[_Pair]:
     if isinstance(holder, torch.nn.Module):
         if takes_plainly(holder):
             for name, live in holder.state_dict().items():
-                if isinstance(saved.get(name), torch.Tensor) and _alike(saved[name], live):
-                    yield saved[name], live
+                if isinstance(saved.get(name), torch.Tensor) and isinstance(live, torch.Tensor):
+                    local = local_of(live)
+                    if _alike(saved[name], local):
+                        yield saved[name], local
     elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
         params = {one.data_ptr() for one in _params(holder)}
         for old, live in _optimizer_pairs(holder, saved):
-            if _alike(old, live) and old.stride() == live.stride() and live.data_ptr() not in params:
-                yield old, live
+            local = local_of(live)
+            if _alike(old, local) and old.stride() == local.stride() and local.data_ptr() not in params:
+                yield old, local
 
 
 def _written(holder: object) -> Iterator[torch.Tensor]:
     """Yield the live tensors to which an object copies what it takes."""
     if isinstance(holder, (torch.nn.Module, torch.Tensor, dict, list)):
-        for _, one in tensors_in(content_of(holder)):
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided:
-                yield one
+        yield from _plain(one for _, one in tensors_in(content_of(holder)))
 
 
 def _params(holder: object) -> Iterator[torch.Tensor]:
     """Yield the parameters that an optimizer steps."""
     if isinstance(holder, torch.optim.Optimizer):
-        for one in chain.from_iterable(group["params"] for group in holder.param_groups):
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided:
-                yield one
+        yield from _plain(chain.from_iterable(group["params"] for group in holder.param_groups))
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the parts in this process of those tensors that have addresses."""
+    for one in map(local_of, tensors):
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided:
+            yield one
 
 
 def _optimizer_pairs(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[_Pair]:
@@ -108,10 +116,12 @@ def _alike(saved: torch.Tensor, live: Any) -> bool:
     """Say whether the bytes of a saved tensor can be put where a live one has its own."""
     return (
         type(live) is torch.Tensor
-        and live.device.type == "cpu"
+        and live.device.type in _DEVICES
         and live.layout is torch.strided
-        and live.is_contiguous()
-        and saved.is_contiguous()
+        and (
+            (live.is_contiguous() and saved.is_contiguous())
+            or (live.stride() == saved.stride() and is_dense(live.shape, live.stride()))
+        )
         and not (live.requires_grad or live.is_conj() or live.is_neg())
         and (live.dtype, live.shape) == (saved.dtype, saved.shape)
         and live.numel() > 0
@@ -136,34 +146,37 @@ def _overlapping(ranges: list[_Range]) -> Iterator[int]:
             reached, holder = end, place
 
 
-_Move = tuple[torch.Tensor, torch.Tensor]  # to, from; both in one block, of one order, and on the host
-
-
 class Landing:
     """What was verified and is still to come to the live objects, once all ranks have agreed.
 
     Args:
         state: the live objects.
-        saved: the content of each, by name. Its tensors view files; others take their place.
+        saved: the content of each, by name. Others take the place of its tensors.
         threads: that copy, the caller's included.
+        views: its tensors view files, and none may stay in use; False: they have memory of their own.
     """
 
-    def __init__(self, state: Mapping[str, object], saved: dict[str, Any], threads: int) -> None:
-        self._state, self._saved, self._threads = state, saved, threads
+    def __init__(self, state: Mapping[str, object], saved: dict[str, Any], threads: int, views: bool) -> None:
+        self._state, self._saved, self._threads, self._views = state, saved, threads, views
 
     def land(self) -> None:
         """Copy to live tensors, or to memory of its own, except what the live objects copy themselves."""
         replaced = places_for(self._state, self._saved)
-        paired = {id(one): one for _, one in tensors_in(self._saved) if id(one) in replaced}
-        moves: list[_Move] = [(replaced[place], one) for place, one in paired.items()]
+        sources = {id(one): one for _, one in tensors_in(self._saved)}
         for name, holder in self._state.items():
             content = self._saved[name]
-            kept = {id(one): one for _, one in tensors_in(content) if id(one) not in replaced}
-            for one in _copied(holder, content):
-                kept.pop(id(one), None)
-            replaced.update(_room_for(kept, moves))
+            kept = {id(one) for _, one in tensors_in(content)} - replaced.keys()
+            kept -= set(map(id, _copied(holder, content)))
+            devices = {id(one): device for one, device in _on_devices(holder, content)}
+            for place in kept & devices.keys():
+                replaced[place] = _room_on(devices[place], sources[place])
+                kept.remove(place)
+            if self._views:
+                replaced.update(_room_for({place: sources[place] for place in kept}))
         _exchange(self._saved, replaced)
-        addresses = [(to.data_ptr(), source.data_ptr(), _nbytes(source)) for to, source in moves]
+        moves = [(to, sources[place]) for place, to in replaced.items()]
+        upload([move for move in moves if not move[0].is_cpu], self._threads)
+        addresses = [(to.data_ptr(), one.data_ptr(), nbytes_of(one)) for to, one in moves if to.is_cpu]
         copy_slices(addresses, self._threads)
 
 
@@ -171,26 +184,31 @@ def _copied(holder: object, saved: Any) -> Iterator[Any]:
     """Yield the values of a saved state that an object copies when it takes them."""
     if isinstance(holder, torch.nn.Module) and takes_plainly(holder) and isinstance(saved, Mapping):
         yield from saved.values()
-    elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
+
+
+def _on_devices(holder: object, saved: Any) -> Iterator[tuple[torch.Tensor, torch.device]]:
+    """Yield the tensors of an optimizer's saved state that it keeps on a device, and which one."""
+    if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
         params = [one for group in holder.param_groups for one in group["params"]]
         for place, old, _ in entries_of(holder, saved):
-            if params[place].device.type != "cpu":
-                yield from (value for name, value in old.items() if name != "step")
+            device = params[place].device
+            for name, value in old.items():
+                if device.type != "cpu" and name != "step" and isinstance(value, torch.Tensor):
+                    yield value, device
 
 
-def _room_for(tensors: Mapping[int, torch.Tensor], moves: list[_Move]) -> dict[int, torch.Tensor]:
-    """Return memory for tensors in one block, freed with the last of them; note what comes to it."""
-    octets = block_of({number: _nbytes(tensor) for number, tensor in tensors.items()})
-    found = {
+def _room_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of a device for a tensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _room_for(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return memory of the host for tensors, by number, in one block, freed with the last of them."""
+    octets = block_of({number: nbytes_of(tensor) for number, tensor in tensors.items()})
+    return {
         number: octets[number].view(one.dtype).as_strided(one.shape, one.stride())
         for number, one in tensors.items()
     }
-    moves += [(found[number], one) for number, one in tensors.items()]
-    return found
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _exchange(value: Any, others: Mapping[int, torch.Tensor]) -> Any:

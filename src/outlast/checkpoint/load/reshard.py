@@ -76,8 +76,7 @@ class Received:
         flags: of this rank's modules when they were saved; none in another world.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
         fill: reads the tensors from an open copy, given the live objects, which stay untouched; returns what
-            brings those to the live objects that wait for all ranks, None where all have been read. Raises
-            DamagedCopy, OSError, and CheckpointMismatch where ranks should have saved the same and have not.
+            brings them to the live objects once all ranks have agreed. Raises DamagedCopy, OSError, and CheckpointMismatch where ranks should have saved the same and have not.
     """
 
     saved: dict[str, Any]
@@ -89,7 +88,7 @@ class Received:
     note: str
     left: tuple[str, ...]
     flags: dict[str, list[str]]
-    fill: Callable[[CopyFolder, Mapping[str, object]], Landing | None]
+    fill: Callable[[CopyFolder, Mapping[str, object]], Landing]
 
 
 def open_part(
@@ -182,7 +181,7 @@ def _as_saved(
             file.fill(folder, threads)
         for key, entry in rank_file.tensors.items():
             put_in_order(memory[key], entry.shape, entry.strides)
-        return Landing(state, saved, threads)
+        return Landing(state, saved, threads, views=True)
 
     return Received(
         saved=saved,
@@ -341,8 +340,14 @@ class _Plan:
         random_states, note = self._random()
         rest = [file for _, file in world.differing(REST)]
         kinds = {name: kind for file in rest for name, kind in file.kinds.items()}
+        saved = {name: decoder.decode(value) for name, value in values.items()}
+
+        def fill(folder: CopyFolder, state: Mapping[str, object]) -> Landing:
+            self._fill(folder, moves, targets)
+            return Landing(state, saved, self._threads, views=False)
+
         return Received(
-            saved={name: decoder.decode(value) for name, value in values.items()},
+            saved=saved,
             kinds={name: kind for name, kind in kinds.items() if name in values},
             parameters=_common([file.parameters for file in rest]),
             random=random_states,
@@ -351,7 +356,7 @@ class _Plan:
             note=note,
             left=tuple(sorted(self._left - targets.keys())),
             flags=world.document(rank).flags if self._same_ranks else {},
-            fill=lambda folder, _: self._fill(folder, moves, targets),
+            fill=fill,
         )
 
     def _refuse(self) -> None:

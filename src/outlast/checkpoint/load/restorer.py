@@ -173,13 +173,12 @@ class _Attempt:
 
     def apply(self) -> dict[str, Any]:
         """Put this rank's part into the live objects."""
-        received = self._received
-        assert received is not None, "examine() came first on every rank"
-        landing, note = self._landing, received.note
+        received, landing = self._received, self._landing
+        assert received is not None and landing is not None, "examine() came first on every rank"
+        note = received.note
         self._received, self._landing, self.cursor = None, None, received.cursor
         self.flags = received.flags
-        if landing is not None:
-            landing.land()
+        landing.land()
         try:
             notes = (note, apply(self._state, received.saved, received.random, received.parameters))
         except CheckpointMismatch as error:

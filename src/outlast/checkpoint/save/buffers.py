@@ -23,7 +23,8 @@ from outlast.checkpoint.save.mapping import Mapping, current_device
 from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
-_REST = 9.0  # nothing is done for so many times the duration of a window, where training goes on beside
+_REST = 1.0  # nothing is done for so many times the duration of a window, where training goes on beside
+_NICENESS = 10  # of the thread, which takes a tenth of a processor from training that needs it
 _LENDS = 16 << 20  # bytes; a smaller file is loaded through private memory
 _AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
 _AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
@@ -85,6 +86,10 @@ class Buffers:
         self._beside, self._lacking = True, nbytes > _AT_ONCE
 
         def work() -> None:
+            with contextlib.suppress(OSError):
+                thread = threading.get_native_id()
+                usual = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, usual + _NICENESS)
             try:
                 self.prepare(nbytes)
             finally:
@@ -352,8 +357,7 @@ class Buffers:
         Args:
             path: of the file, which nobody else takes meanwhile.
             nbytes: its size.
-            rest: called after each window of :func:`populate`; None: a copy follows at once, which maps the
-                pages that are there sooner than this.
+            rest: called after each window of :func:`populate`; None: a save waits.
             device: for which the memory is registered; None: it is not, or later.
             populates: False: whoever writes to it sees to the pages.
         """
@@ -370,7 +374,7 @@ class Buffers:
                 os.ftruncate(descriptor, nbytes)
                 known = Mapping(descriptor, nbytes)
                 known.valid = nbytes
-                if populates and (rest is not None or status.st_blocks * _BLOCK < nbytes):
+                if populates:
                     populate(descriptor, known, rest or (lambda _: None))
             known.register(device)
             with self._changed:
