@@ -257,7 +257,7 @@ def local_and_placement(tensor: Tensor) -> tuple[Tensor, object]:
 
 
 def distributed_like(template: Tensor, local: Tensor) -> Tensor:
-    """Return a distributed tensor that is placed as another one, of a part of the same shape, without a copy."""
+    """Return a distributed tensor that is placed as another one and has ``local`` as its part, uncopied."""
     import torch
 
     with torch.no_grad():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint.load.landing import places_for
 from outlast.checkpoint.policy.manifest import copy_name
@@ -56,6 +60,62 @@ def test_what_a_new_optimizer_gets_has_memory_of_its_own(tmp_path: Path) -> None
     assert job.content() == content[1]
     assert addresses(job)[: len(before)] == before
     assert all(address % 64 == 0 for address in addresses(job)[len(before) :])
+
+
+@pytest.fixture
+def mesh() -> Iterator[object]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Sharded(Job):
+    """A job whose parameters are distributed."""
+
+    def __init__(self, seed: int, mesh: Any) -> None:
+        super().__init__(seed)
+        for part in (self.model[0], self.model):
+            fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the parts of this process: of the model, then of the moments."""
+        moments = [one[name] for one in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        found = [*self.model.parameters(), *moments]
+        assert all(isinstance(one, DTensor) for one in found)
+        return [one.to_local().detach() for one in found]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_parts_of_distributed_tensors_are_loaded_where_they_are(
+    tmp_path: Path, steps: int, mesh: Any
+) -> None:
+    first = Sharded(0, mesh)
+    first.train(2)
+    saver = checkpointer(tmp_path)
+    saver.restore(first.state)
+    saver.save(1, first.state, "a test")
+    live = Sharded(5, mesh)
+    live.train(steps)
+    before = [one.data_ptr() for one in live.tensors()]
+    made: list[torch.Size] = []
+    empty_like = torch.empty_like
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(arguments[0].shape)
+        return empty_like(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", counted)
+        assert checkpointer(tmp_path, generation=2).restore(live.state) is not None
+    assert made == []
+    assert [one.data_ptr() for one in live.tensors()][: len(before)] == before
+    for job in (first, live):
+        torch.manual_seed(3)
+        job.train(2)
+    for one, other in zip(first.tensors(), live.tensors(), strict=True):
+        assert torch.equal(one, other)
 
 
 def flip(path: Path) -> None:

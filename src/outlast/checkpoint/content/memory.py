@@ -77,8 +77,8 @@ class Loan(NamedTuple):
 def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object] = lambda _: None) -> None:
     """Allocate the pages of a file in memory and map them, in windows; threads of Python go on meanwhile.
 
-    mmap.mmap(MAP_POPULATE) holds Python's lock to its end, and madvise, as it does, the lock of the process's
-    memory map, which each large allocation of torch takes (measured on two cores; a step of 6.6 s on an H200).
+    mmap.mmap(MAP_POPULATE) holds Python's lock to its end, and madvise, as it does, the lock of the memory
+    map, which each large allocation of torch takes (measured on two cores; a step of 6.6 s on an H200).
     To read a byte of each page holds neither and takes as long: 1 s a GiB with the allocation, 0.13 s where
     the pages exist. What is mapped by reading can be written on tmpfs.
 

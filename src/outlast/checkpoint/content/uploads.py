@@ -43,7 +43,7 @@ class _Window:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._octets = _registered(nbytes, device)
-        self._read = torch.cuda.Event() if device.type == "cuda" else None
+        self._read = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._used = 0
         self._fills: list[tuple[int, int, int]] = []  # as copy_slices takes them
         self._large: list[tuple[torch.Tensor, int]] = []  # octets on the device, and their place

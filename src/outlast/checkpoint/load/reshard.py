@@ -76,7 +76,8 @@ class Received:
         flags: of this rank's modules when they were saved; none in another world.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
         fill: reads the tensors from an open copy, given the live objects, which stay untouched; returns what
-            brings them to the live objects once all ranks have agreed. Raises DamagedCopy, OSError, and CheckpointMismatch where ranks should have saved the same and have not.
+            brings them to the live objects once all ranks have agreed. Raises DamagedCopy, OSError, and
+            CheckpointMismatch where ranks should have saved the same and have not.
     """
 
     saved: dict[str, Any]

@@ -174,7 +174,8 @@ class _Attempt:
     def apply(self) -> dict[str, Any]:
         """Put this rank's part into the live objects."""
         received, landing = self._received, self._landing
-        assert received is not None and landing is not None, "examine() came first on every rank"
+        assert received is not None, "examine() came first on every rank"
+        assert landing is not None, "it has read the tensors"
         note = received.note
         self._received, self._landing, self.cursor = None, None, received.cursor
         self.flags = received.flags
