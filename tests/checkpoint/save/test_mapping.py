@@ -6,6 +6,8 @@ import contextlib
 import errno
 import mmap
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,3 +222,36 @@ def test_a_descriptor_that_the_script_has_for_a_file_of_its_own_is_neither_used_
         assert os.fstat(theirs.fileno()).st_size == 0
     assert os.path.samefile(f"/proc/self/fd/{descriptor}", tmp_path / "theirs")
     os.close(descriptor)
+
+
+_ENDS = """
+import atexit, sys, time
+from pathlib import Path
+from outlast.checkpoint.save.buffers import Buffers
+from outlast.checkpoint.tiers.memory_folder import Stage
+
+stage = Stage(Path(sys.argv[1]))
+stage.make()
+pool = Buffers(stage, "session", "rank-00000-of-00001.safetensors", 3)
+atexit.register(lambda: print("makes" if pool._making else "rests"))
+pool.prepare_beside(2 << 30)
+while not pool._making:
+    time.sleep(0.001)
+"""
+
+
+def test_no_buffer_is_made_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """A thread that is in torch or in the driver then aborts the process."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", _ENDS, folder], capture_output=True, text=True, check=True
+        )
+    assert done.stdout.split() == ["rests"]
+
+
+def test_the_rest_of_a_buffer_is_not_registered_once_no_more_are_made(driver: Driver) -> None:
+    memory = Mapping(-1, 6 * _PAGE)
+    memory.register(0, lambda: len(driver.parts) < 2)
+    assert len(driver.parts) == 2
+    del memory
+    assert not driver.parts

@@ -6,6 +6,7 @@ once, and come back through the pool when the copy that they were part of is dro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import mmap
@@ -84,6 +85,7 @@ class Buffers:
         """Begin to fill the pool with buffers of a size, as far as there is room."""
         self._device = current_device()  # not that of the thread, which would be the first one
         self._beside, self._lacking = True, nbytes > _AT_ONCE
+        atexit.register(self._stop)  # a thread in the driver must not meet the end of the interpreter
 
         def work() -> None:
             with contextlib.suppress(OSError):
@@ -341,6 +343,7 @@ class Buffers:
     def close(self) -> None:
         """Unmap the buffers, which keep descriptors open; the files stay."""
         self._stop()
+        atexit.unregister(self._stop)
         with self._changed:
             self._mapped.clear()
 
@@ -376,7 +379,7 @@ class Buffers:
                 known.valid = nbytes
                 if populates:
                     populate(descriptor, known, rest or (lambda _: None))
-            known.register(device)
+            known.register(device, lambda: rest is None or self._prepares)
             with self._changed:
                 if len(self._mapped) >= 2 * self._limit:
                     self._mapped.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -26,28 +27,33 @@ class Mapping(mmap.mmap):
     registered: tuple[int, ...] = ()  # addresses of its parts
     tried = False  # to register it
 
-    def register(self, device: int | None) -> None:
+    def register(self, device: int | None, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Register it once; where the driver refuses, copies into it are slower and nothing else.
 
         On a thread of its own: an error of the driver stays with the thread until some other call reports it.
 
         Args:
             device: of this rank; None: it uses none yet, and nothing is done.
+            goes_on: asked before each window; says whether the rest is still to be registered.
         """
         if device is None or self.tried or not len(self):
             return
         self.tried = True
-        thread = threading.Thread(target=self._register, args=(device,), name="registering", daemon=True)
+        thread = threading.Thread(
+            target=self._register, args=(device, goes_on), name="registering", daemon=True
+        )
         thread.start()
         thread.join(_REGISTERED_WITHIN)
 
-    def _register(self, device: int) -> None:
+    def _register(self, device: int, goes_on: Callable[[], bool]) -> None:
         done: list[int] = []
         with contextlib.suppress(RuntimeError, AttributeError), torch.cuda.device(device):
             library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             begin = address_of(self)
             for low in range(0, len(self), WINDOW):
-                if int(library.cudaHostRegister(begin + low, min(WINDOW, len(self) - low), _PORTABLE)):
+                if not goes_on() or int(
+                    library.cudaHostRegister(begin + low, min(WINDOW, len(self) - low), _PORTABLE)
+                ):
                     break
                 done.append(begin + low)
         self.registered = tuple(done)
