@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.manifest import copy_name, rank_files
 from outlast.checkpoint.save.host_memory import Demand, rooms_of, shortage
+from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.recovery.policy.events import Note
 from tests.support.jobs import Job
@@ -199,3 +201,40 @@ def test_one_node_of_two_that_is_short_of_memory_stages_on_disk_and_is_named_onc
         assert [note.partition(" on node ")[2].partition(":")[0] for note in notes] == ["b"]
         team.start()
         assert team.right()
+
+
+@needs_root
+def test_what_is_staged_on_disk_is_written_once_and_stays_as_it_was(tmp_path: Path) -> None:
+    file = rank_files(0, 1).tensors
+    with memory(tmp_path / "memory", 8):
+        node, job = Node(tmp_path), Job(0, width=600)
+        saver = node.join(job, keep_last_n=10)
+        assert saver.ready
+        content, bytes_of = {}, {}
+        for step in range(1, 7):
+            content |= train_and_save(saver, job, range(step, step + 1), lambda step: step != 3)
+            if step != 3:
+                assert saver.durable(step)
+                bytes_of[step] = (node.durable / copy_name(step, 1) / file).read_bytes()
+        places = {step: node.durable / copy_name(step, 1) / file for step in bytes_of}
+        assert len({path.stat().st_ino for path in places.values()}) == 5
+        assert {step: path.read_bytes() for step, path in places.items()} == bytes_of
+        (staged,) = (node.durable / ".staging").glob(f"*/memory/{copy_name(6, 1)}/{file}")
+        assert staged.samefile(places[6])
+        assert all("staged on disk" in one["reason"] for one in node.logged("saved"))
+        node.join(other := Job(9, width=600), generation=2)
+        assert other.content() == content[6]
+
+
+def test_a_file_of_another_file_system_gets_no_name_there(tmp_path: Path) -> None:
+    tier = DirectoryTier(tmp_path / "tier")
+    temporary = tier.begin(copy_name(1, 1))
+    place = tier.folder / temporary
+    with tempfile.TemporaryFile(dir="/dev/shm") as far, (tmp_path / "near").open("wb+") as near:
+        assert not tier.link(temporary, "x", far.fileno())
+        assert not (place / "x").exists()
+        near.write(b"content")
+        near.flush()
+        (tmp_path / "near").rename(tmp_path / "renamed")
+        assert tier.link(temporary, "x", near.fileno())
+    assert (place / "x").samefile(tmp_path / "renamed")

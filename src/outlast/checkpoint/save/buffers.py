@@ -77,12 +77,19 @@ class Buffers:
         self._device: int | None = None
 
     @property
+    def in_memory(self) -> bool:
+        """Whether they are in memory, and not on the disk of the run folder."""
+        return self._stage.private
+
+    @property
     def ready(self) -> bool:
         """Whether a save need not wait for the pages of a buffer."""
         return not self._lacking or any(not _is_hidden(free) for free in self._stage.free(self._name))
 
     def prepare_beside(self, nbytes: int) -> None:
-        """Begin to fill the pool with buffers of a size, as far as there is room."""
+        """Begin to fill the pool, if it is in memory, with buffers of a size, as far as there is room."""
+        if not self.in_memory:
+            return
         self._device = current_device()  # not that of the thread, which would be the first one
         self._beside, self._lacking = True, nbytes > _AT_ONCE
         atexit.register(self._stop)  # a thread in the driver must not meet the end of the interpreter
@@ -252,7 +259,7 @@ class Buffers:
             are in use, or the file system refuses.
         """
         self.take_back()
-        if file != self._file or nbytes < _LENDS or not self._stage.private:
+        if file != self._file or nbytes < _LENDS or not self.in_memory:
             return None
         if not is_memory(self._stage.root):
             return None
@@ -377,8 +384,10 @@ class Buffers:
                 os.ftruncate(descriptor, nbytes)
                 known = Mapping(descriptor, nbytes)
                 known.valid = nbytes
-                if populates:
+                if populates and self.in_memory:
                     populate(descriptor, known, rest or (lambda _: None))
+                elif populates and nbytes:
+                    os.posix_fallocate(descriptor, 0, nbytes)
             known.register(device, lambda: rest is None or self._prepares)
             with self._changed:
                 if len(self._mapped) >= 2 * self._limit:

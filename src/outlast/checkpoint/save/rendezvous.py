@@ -222,7 +222,11 @@ class SaveRendezvous:
             worst = short[0]
             then = f"a rank there has {fit[worst]}, and a save may wait until a copy is on disk"
             if not fit[worst]:
-                then = f"states are staged on disk, in {around.tier.folder / _STAGING}"
+                size = states[worst] / 2**30
+                then = (
+                    f"states are staged on disk, in {around.tier.folder / _STAGING}: each save stops training"
+                    f" there until {size:.2f} GiB are written, where a buffer would take a copy in memory"
+                )
             why = shortage(demands[worst], rooms[worst], most)
             around.record(Note, reason=f"{self._memory.root} on node {some(short)}: {why}; {then}")
         own = self._place.node

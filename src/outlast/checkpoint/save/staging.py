@@ -420,7 +420,7 @@ class Stager:
             "parallelism": identity.parallelism,
             "ranks": self._ranks,
             "durable": order.durable,
-            "why": order.why,
+            "why": order.why if self._buffers.in_memory else f"{order.why}; staged on disk",
             "urgent": order.urgent,
             "cursor": copying.cursor,
             "began": self.began,

@@ -479,7 +479,7 @@ class Stage:
             OSError: the file system refused.
         """
         flags = os.O_RDWR | os.O_CREAT
-        return files.open_private(path, flags) if self.private else files.open_regular(path, flags, 0o600)
+        return files.open_private(path, flags) if self.private else files.open_regular(path, flags, 0o644)
 
     def free(self, pool: str) -> list[Path]:
         """Return the buffers of a pool that nobody uses; see :func:`pool_of`."""
@@ -561,7 +561,8 @@ class Stage:
             os.rename(folder, retired)
         for path in _entries(retired):
             name = pool_of(path.name)
-            if path.suffix == ".safetensors" and len(self.free(name)) < keep.get(name, 0):
+            alone = path.lstat().st_nlink == 1  # else it is a file of a copy on disk, too
+            if path.suffix == ".safetensors" and alone and len(self.free(name)) < keep.get(name, 0):
                 pool = self.pool / name
                 pool.mkdir(mode=0o700, exist_ok=True)
                 os.rename(path, pool / f"{os.urandom(8).hex()}")

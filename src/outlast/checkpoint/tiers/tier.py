@@ -45,6 +45,7 @@ _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _LEASE_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -203,7 +204,7 @@ class DirectoryTier:
         self.folder = Path(folder).absolute()
         self.name = name
         self._lease = lease
-        self._private = private
+        self.private = private
         self._linked = linked
         self._hold = hold
 
@@ -230,7 +231,7 @@ class DirectoryTier:
             OSError: the file system refused.
         """
         self._require_unlinked(_QUARANTINE)
-        make_folder(self.folder / _QUARANTINE, self._private)
+        make_folder(self.folder / _QUARANTINE, self.private)
         note = f"{name}.memory.reason.json"
         with suppress(FileExistsError):
             self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
@@ -274,7 +275,7 @@ class DirectoryTier:
                 raise DamagedCopy(Damage(name, "a folder", "something else")) from error
             raise
         try:
-            yield CopyFolder(descriptor, self._private)
+            yield CopyFolder(descriptor, self.private)
         finally:
             os.close(descriptor)
 
@@ -285,7 +286,7 @@ class DirectoryTier:
             OSError: the file system refused, the folder above it is gone, or a link is in its place.
         """
         self._require_unlinked()
-        if self._private:
+        if self.private:
             make_private(self.folder)
             return
         try:
@@ -333,6 +334,31 @@ class DirectoryTier:
             for path, descriptor in opened:
                 with _naming(path):
                     os.fsync(descriptor)
+
+    def link(self, temporary: str, file: str, descriptor: int) -> bool:
+        """Give a file that nobody changes any more a name in a temporary folder, down to the disk.
+
+        Args:
+            temporary: name of the folder.
+            file: its name there.
+            descriptor: of the file.
+
+        Returns:
+            Whether it has the name; False: it is on another file system, or this one knows no links.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        path = self.folder / temporary / file
+        try:
+            # Only with a folder, which an absolute path does not need, the link of /proc is followed.
+            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                return False
+            raise
+        self.sync(temporary, file)
+        return True
 
     def sync(self, temporary: str, file: str) -> None:
         """Bring a file that somebody has written into a temporary folder down to the disk.

@@ -570,7 +570,7 @@ class CopyCommitter:
         if not first["durable"] or self._disk.task is not None or self._wanted or in_parts:
             return None
         files = names_of(sorted(staged), first["world_size"], shared)
-        ahead = Ahead(name, folder, files, self._tier)
+        ahead = Ahead(name, folder, files, self._tier, links=not self.stage.private)
         self._disk.begin(Task("write", name, partial(ahead.write, self.stage.tier)))
         return ahead
 
