@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Rounds
-from outlast.checkpoint.content.memory import Loan
 from outlast.checkpoint.policy.manifest import Identity, in_training
 from outlast.checkpoint.policy.placement import Torn
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -18,18 +17,9 @@ from outlast.recovery.policy.events import Record
 
 if TYPE_CHECKING:
     from outlast.checkpoint.load.parallel import ParallelLoad
+    from outlast.checkpoint.save.buffers import Buffers
 
 OUTAGE_SECONDS = 20.0  # for which a file system may refuse what is asked for at a start
-
-
-class Lender(Protocol):
-    """Lends memory to loads; see :class:`outlast.checkpoint.save.buffers.Buffers`."""
-
-    def lend(self, file: str, nbytes: int) -> Loan | None:
-        """Return memory for a file of a size; None: there is none to lend."""
-
-    def take_back(self) -> None:
-        """End the loan, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class SaveContext:
         training: its name; empty: the job has one.
         threads: that this rank may use while training stands still.
         parallel: lets ranks read shared files together; None: this rank is alone.
-        buffers: lends one for this rank's own file, while it is loaded; None: there are none.
+        buffers: the pool that lends a buffer to the load of this rank's own file; None: there is none.
         waiting: entered around a wait for the disk, which is held against ``settings.timeout`` alone.
     """
 
@@ -65,7 +55,7 @@ class SaveContext:
     training: str = ""
     threads: int = 1
     parallel: ParallelLoad | None = None
-    buffers: Lender | None = None
+    buffers: Buffers | None = None
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property

@@ -151,9 +151,4 @@ def _like(parameter: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
     """Return a gradient in new memory, distributed as its parameter is."""
     local = local_of(parameter.detach())
     found = torch.empty_like(local, dtype=saved.dtype).copy_(saved)
-    if not distributed(parameter):
-        return found
-    from torch.distributed.tensor import DTensor
-
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(found, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return _torch_compat.distributed_like(parameter, found) if distributed(parameter) else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from outlast.checkpoint.content.memory import Loan
 from outlast.checkpoint.load import reading
+from outlast.checkpoint.load.reading import padded
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.save import buffers
 from outlast.checkpoint.save.buffers import Buffers
@@ -126,7 +128,7 @@ def without_pages(monkeypatch: pytest.MonkeyPatch, why: int) -> list[int]:
     return begins
 
 
-@pytest.mark.parametrize("why", [errno.ENOSPC, errno.ENOMEM])
+@pytest.mark.parametrize("why", [errno.ENOSPC, errno.ENOMEM, errno.EFAULT])
 def test_without_pages_a_load_takes_private_memory_and_leaves_no_half_buffer(
     why: int, node: Node, small: Path, private: Private, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +138,7 @@ def test_without_pages_a_load_takes_private_memory_and_leaves_no_half_buffer(
     node.join(live := job(), generation=2)
     assert (node.loaded().step, live.content()) == (1, content[1])
     assert len(begins) > 1
-    assert len(private.sizes) == 1
+    assert private.sizes == [padded((node.durable / copy_name(1, 1) / FILE).stat().st_size)]
     assert pool(node) == []
     assert any(os.strerror(why) in one.reason for one in node.records if isinstance(one, Note))
 
@@ -164,9 +166,13 @@ def test_a_file_system_without_room_is_noticed_before_a_page_is_touched(
     assert (len(private.sizes), pool(node)) == (1, [])
 
 
-@pytest.mark.parametrize("case", ["all are in use", "another file", "small", "on a disk"])
+@pytest.mark.parametrize(
+    "case", ["all are in use", "another file", "small", "staged on a disk", "a memory folder on a disk"]
+)
 def test_nothing_is_lent(case: str, node: Node, small: Path, tmp_path: Path) -> None:
-    stage = node.stage if case != "on a disk" else type(node.stage)(tmp_path / "disk", private=False)
+    stage = node.stage
+    if "disk" in case:
+        stage = type(node.stage)(tmp_path / "disk", private="memory" in case)
     stage.make()
     of = Buffers(stage, "s", FILE, 1)
     if case == "all are in use":
@@ -193,12 +199,15 @@ def test_a_buffer_that_is_there_is_lent(left: str, node: Node, small: Path) -> N
     of.take_back()
     (free,) = node.stage.free(POOL)
     assert (free.stat().st_ino, free.stat().st_size, free.name[0] == ".") == (inode, 16 * MIB, False)
+    assert free.read_bytes()[:4] == b"abcd"
     assert of.lend(FILE, 16 * MIB) is not None, "once it is back it is lent again"
+    assert (of.lend("alike-0.safetensors", 16 * MIB), of.lends) == (None, True), "another file ends no loan"
     again = of.lend(FILE, 16 * MIB)
     assert again is not None, "a second loan ends the first"
     again.memory[:1] = b"x"
     of.take_back()
-    assert len(node.stage.free(POOL)) == 1
+    (free,) = node.stage.free(POOL)
+    assert free.read_bytes()[:4] == b"xbcd"
 
 
 def test_a_memory_folder_that_is_gone_ends_the_loan(node: Node, small: Path) -> None:
@@ -211,3 +220,33 @@ def test_a_memory_folder_that_is_gone_ends_the_loan(node: Node, small: Path) -> 
     node.stage.make()
     assert of.lend(FILE, 16 * MIB) is not None
     of.take_back()
+
+
+@pytest.mark.parametrize("gone", ["the pool", "the buffer"])
+def test_a_load_goes_on_when_the_memory_folder_goes(
+    gone: str, node: Node, small: Path, private: Private, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = saved(node, 2)
+    lend = Buffers.lend
+
+    def removed(self: Buffers, file: str, nbytes: int) -> Loan | None:
+        loan = lend(self, file, nbytes)
+        (hidden,) = node.stage.free(POOL)
+        remove(node.stage.pool) if gone == "the pool" else hidden.unlink()
+        return loan
+
+    monkeypatch.setattr(Buffers, "lend", removed)
+    node.join(live := job(), generation=2)
+    assert (node.loaded().step, live.content(), len(private.sizes)) == (2, content[2], 1)
+
+
+def test_a_job_that_goes_back_has_one_maker_of_buffers(node: Node, small: Path, private: Private) -> None:
+    saver = node.join(live := job())
+    train_and_save(saver, live, range(1, 2), lambda _: True)
+    until((node.durable / copy_name(1, 1)).exists, "step 1 on disk")
+    for _ in range(2):
+        saver.prepare(live.state)
+        saver.restore(live.state)
+    assert [one.name for one in threading.enumerate()].count("staging") == 1
+    train_and_save(saver, live, range(2, 3), lambda _: False)
+    node.in_memory(2, 1)

@@ -200,14 +200,36 @@ class Holder:
         self.content = content
 
 
+class Remembering(torch.nn.Linear):
+    """A module of torch's kind whose extra state is a tensor, which grows, and which it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.memory: torch.Tensor | None = None
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        return self.memory
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        self.memory = state
+
+
 @needs_shm
 def test_whoever_keeps_what_it_is_given_keeps_it_unchanged(shared: Path, tmp_path: Path) -> None:
-    shown = {"keeper": Keeper(), "holder": Holder(), "box": {"x": torch.ones(7), "y": [torch.ones(3)]}}
+    remembering = Remembering()
+    remembering.memory = torch.full((5000,), 3.0)
+    shown = {
+        "remembering": remembering,
+        "keeper": Keeper(),
+        "holder": Holder(),
+        "box": {"x": torch.ones(7), "y": [torch.ones(3)]},
+    }
     checkpointer(shared).save(1, shown, "a test")
-    live = {"keeper": Keeper(), "holder": Holder(), "box": {}}
+    live = {"remembering": Remembering(), "keeper": Keeper(), "holder": Holder(), "box": {}}
     live["keeper"].table.zero_()  # type: ignore[attr-defined]
     assert restore_near(tmp_path, shared, live, []) is not None  # type: ignore[arg-type]
     scribble(shared)
+    assert torch.equal(live["remembering"].memory, torch.full((5000,), 3.0))  # type: ignore[attr-defined]
     assert torch.equal(live["keeper"].table, torch.arange(3000.0))  # type: ignore[attr-defined]
     assert torch.equal(live["holder"].content["a"], torch.ones(5000))  # type: ignore[attr-defined]
     (empty, scalar) = live["holder"].content["b"][0]  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from outlast.checkpoint.save import mapping
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.mapping import Mapping
 from outlast.checkpoint.tiers.memory_folder import Stage
+from tests.support.jobs import DEADLINE
 from tests.support.launching import until
 
 _PAGE = mmap.PAGESIZE
@@ -225,7 +226,7 @@ def test_a_descriptor_that_the_script_has_for_a_file_of_its_own_is_neither_used_
 
 
 _ENDS = """
-import atexit, sys, time
+import atexit, os, sys, time
 from pathlib import Path
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.tiers.memory_folder import Stage
@@ -237,16 +238,24 @@ atexit.register(lambda: print("makes" if pool._making else "rests"))
 pool.prepare_beside(2 << 30)
 while not pool._making:
     time.sleep(0.001)
+if len(sys.argv) > 2:
+    forked = os.fork()
+    if forked:
+        os.waitpid(forked, 0)
 """
 
 
-def test_no_buffer_is_made_when_the_interpreter_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("forks", "seen"),
+    [([], ["rests"]), (["forks"], ["makes", "rests"])],
+    ids=["alone", "with a process that it forked"],
+)
+def test_no_buffer_is_made_when_the_interpreter_ends(forks: list[str], seen: list[str]) -> None:
     """A thread that is in torch or in the driver then aborts the process."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", _ENDS, folder], capture_output=True, text=True, check=True
-        )
-    assert done.stdout.split() == ["rests"]
+        words = [sys.executable, "-c", _ENDS, folder, *forks]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=DEADLINE)
+    assert done.stdout.split() == seen
 
 
 def test_the_rest_of_a_buffer_is_not_registered_once_no_more_are_made(driver: Driver) -> None:

@@ -256,9 +256,13 @@ def adopt(template: Any, saved: Any) -> Any:
         if not isinstance(saved, torch.Tensor):
             return saved
         local = local_of(template)
-        if saved.stride() != local.stride():  # a fused kernel pairs the elements of both by their places
-            saved = torch.empty_like(local, dtype=saved.dtype, requires_grad=False).copy_(saved)
-        return _torch_compat.distributed_like(template, saved.to(local.device))
+        # Fused kernels step both in the order of their memory; a part that is not on the mesh's devices, as
+        # with FSDP2's offloading, would be moved there.
+        if saved.stride() == local.stride() and saved.device.type == template.device_mesh.device_type:
+            return _torch_compat.distributed_like(template, saved)
+        whole = torch.empty_like(template, dtype=saved.dtype, requires_grad=False)
+        local_of(whole).copy_(saved)
+        return whole
     if isinstance(template, Mapping) and isinstance(saved, dict):
         for key in saved.keys() & template.keys():
             saved[key] = adopt(template[key], saved[key])

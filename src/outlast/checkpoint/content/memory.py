@@ -67,7 +67,7 @@ class Loan(NamedTuple):
 
     Args:
         memory: for a whole file.
-        reserve: called with begin and size before bytes of it are written; ensures that they have pages.
+        reserve: allocates the pages of a range; called with its begin and size before it is written.
     """
 
     memory: mmap.mmap
@@ -77,11 +77,11 @@ class Loan(NamedTuple):
 def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object] = lambda _: None) -> None:
     """Allocate the pages of a file in memory and map them, in windows; threads of Python go on meanwhile.
 
-    mmap.mmap(MAP_POPULATE) holds Python's lock to its end, and madvise, as it does, the lock of the memory
-    map, which each large allocation of torch takes (measured on two cores; a step of 6.6 s on an H200).
-    To read them holds neither and takes as long: 1 s a GiB with the allocation, 0.14 s where the pages exist.
-    What is mapped by reading can be written on tmpfs. (By C, which lets the thread end with the interpreter:
-    in torch it would abort the process.)
+    mmap.mmap(MAP_POPULATE) holds Python's lock until all pages exist. It and madvise also hold the lock of
+    the memory map, which each large allocation of torch takes (two cores; on an H200 a step took 6.6 s).
+    Reads hold neither lock and take as long: 1 s a GiB where pages are allocated, 0.14 s where they exist. On
+    tmpfs a page that a read has mapped can be written. libc reads the pages: a thread that is in torch when
+    the interpreter ends aborts the process.
 
     Args:
         descriptor: of the file, which has its size.
@@ -100,7 +100,7 @@ def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object]
         if not os.path.samestat(status, os.fstat(descriptor)):  # its number is that of a file of the script
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         os.posix_fallocate(descriptor, begin, nbytes)
-        libc.memcmp(address + begin, address + begin, nbytes)
+        libc.memcmp(address + begin, address + begin, nbytes)  # glibc and musl read equal addresses, too
         rest(time.monotonic() - began)
 
 

@@ -753,7 +753,9 @@ def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[S
             for name, value in entries.items():
                 alike = type(value) is torch.Tensor and value.shape == local.shape
                 if alike and value.stride() == strides:
-                    entries[name] = torch.empty_strided(value.shape, local.stride(), dtype=value.dtype)
+                    entries[name] = torch.empty_strided(
+                        value.shape, local.stride(), dtype=value.dtype, device=value.device
+                    )
                     entries[name].copy_(value)
 
 

@@ -142,9 +142,13 @@ def _is_in_order(tensor: torch.Tensor) -> bool:
 
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor, in order, as bytes on its own device."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return octets_in_memory(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def octets_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor without gaps as bytes, in the order of its memory."""
     # Not reshape(-1): a contiguous tensor of one element may have any stride, and a view keeps it.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -191,14 +195,14 @@ class Transfers:
     def _place(self, octets: torch.Tensor, begin: int) -> None:
         for low, high in _without_seams(begin, begin + octets.numel()):
             part = octets.narrow(0, low - begin, high - low)
-            self._image.narrow(0, low, high - low).copy_(part, non_blocking=_is_asynchronous(part.device))
+            self._image.narrow(0, low, high - low).copy_(part, non_blocking=is_asynchronous(part.device))
 
     def _gather(self, batch: list[tuple[torch.Tensor, int]]) -> None:
         if batch[0][0].dtype in _JOINED:
             octets = _torch_compat.one_behind_the_other([one.detach() for one, _ in batch])
         else:
             octets = torch.cat([octets_of(one) for one, _ in batch])
-        here = octets.to("cpu", non_blocking=_is_asynchronous(octets.device))
+        here = octets.to("cpu", non_blocking=is_asynchronous(octets.device))
         places = tuple((begin, one.numel() * one.element_size()) for one, begin in batch)
         self._together.append(_Together(here, places))
 
@@ -209,7 +213,7 @@ class Transfers:
             threads: that copy within the host's memory, the caller's included.
         """
         for device in self._devices:
-            if _is_asynchronous(device):
+            if is_asynchronous(device):
                 torch.cuda.current_stream(device).synchronize()
         moves = []
         for one in self._together:
@@ -221,7 +225,7 @@ class Transfers:
         self._together.clear()
 
 
-def _is_asynchronous(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Say whether the host goes on while a copy from a device is under way; elsewhere it waits for each."""
     return device.type == "cuda"
 

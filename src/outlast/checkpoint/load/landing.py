@@ -1,7 +1,7 @@
 """From verified bytes to live objects: straight to their tensors where that is safe, else to new memory.
 
-Nothing of the files that were verified is left in use when the live objects have taken what they take: what
-they had of the memory tier becomes buffers again. While ranks load nobody stages.
+Once the live objects have taken their state, nothing uses the verified files any more: those in memory become
+buffers again. No rank stages while ranks load.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded, local_of
 from outlast.checkpoint.content.memory import block_of, copy_slices
 from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
-from outlast.checkpoint.content.uploads import nbytes_of, upload
+from outlast.checkpoint.content.to_device import copy_to_devices
 from outlast.checkpoint.policy.table import is_dense
 
-_DEVICES = ("cpu", "cuda")  # of which addresses tell what shares memory
+_EXTRA_STATE = "_extra_state"  # torch's name, the last part of the key
+_DEVICES = ("cpu", "cuda")  # types of devices on which addresses show which tensors share memory
 _Pair = tuple[torch.Tensor, torch.Tensor]  # saved, live
 _Range = tuple[int, int, int]  # addresses, and the saved tensor that goes there; 0: none
 
@@ -151,9 +152,9 @@ class Landing:
 
     Args:
         state: the live objects.
-        saved: the content of each, by name. Others take the place of its tensors.
+        saved: the content of each, by name; :meth:`land` replaces its tensors.
         threads: that copy, the caller's included.
-        views: its tensors view files, and none may stay in use; False: they have memory of their own.
+        views: the tensors of ``saved`` are views of files, so all are replaced; False: they have own memory.
     """
 
     def __init__(self, state: Mapping[str, object], saved: dict[str, Any], threads: int, views: bool) -> None:
@@ -161,50 +162,53 @@ class Landing:
 
     def land(self) -> None:
         """Copy to live tensors, or to memory of its own, except what the live objects copy themselves."""
-        replaced = places_for(self._state, self._saved)
+        replaced, shared = places_for(self._state, self._saved), _shared(self._saved)
         sources = {id(one): one for _, one in tensors_in(self._saved)}
         for name, holder in self._state.items():
             content = self._saved[name]
             kept = {id(one) for _, one in tensors_in(content)} - replaced.keys()
             kept -= set(map(id, _copied(holder, content)))
             devices = {id(one): device for one, device in _on_devices(holder, content)}
-            for place in kept & devices.keys():
-                replaced[place] = _room_on(devices[place], sources[place])
+            for place in kept & devices.keys() - shared:
+                one = sources[place]
+                replaced[place] = torch.empty_strided(
+                    one.shape, one.stride(), dtype=one.dtype, device=devices[place]
+                )
                 kept.remove(place)
             if self._views:
                 replaced.update(_room_for({place: sources[place] for place in kept}))
         _exchange(self._saved, replaced)
         moves = [(to, sources[place]) for place, to in replaced.items()]
-        upload([move for move in moves if not move[0].is_cpu], self._threads)
-        addresses = [(to.data_ptr(), one.data_ptr(), nbytes_of(one)) for to, one in moves if to.is_cpu]
+        copy_to_devices([move for move in moves if not move[0].is_cpu], self._threads)
+        addresses = [(to.data_ptr(), one.data_ptr(), one.nbytes) for to, one in moves if to.is_cpu]
         copy_slices(addresses, self._threads)
 
 
 def _copied(holder: object, saved: Any) -> Iterator[Any]:
-    """Yield the values of a saved state that an object copies when it takes them."""
+    """Yield the values of a saved state that an object copies when it takes them.
+
+    Not so a module's extra state: what is anywhere in there may be kept.
+    """
     if isinstance(holder, torch.nn.Module) and takes_plainly(holder) and isinstance(saved, Mapping):
-        yield from saved.values()
+        extra = {name: one for name, one in saved.items() if name.rpartition(".")[2] == _EXTRA_STATE}
+        kept = {id(one) for _, one in tensors_in(extra)}
+        yield from (one for name, one in saved.items() if name not in extra and id(one) not in kept)
 
 
 def _on_devices(holder: object, saved: Any) -> Iterator[tuple[torch.Tensor, torch.device]]:
-    """Yield the tensors of an optimizer's saved state that it keeps on a device, and which one."""
+    """Yield the saved tensors that an optimizer keeps on a device, each with its device."""
     if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
         params = [one for group in holder.param_groups for one in group["params"]]
         for place, old, _ in entries_of(holder, saved):
             device = params[place].device
-            for name, value in old.items():
-                if device.type != "cpu" and name != "step" and isinstance(value, torch.Tensor):
+            for name, value in old.items() if device.type != "cpu" else ():
+                if name != "step" and isinstance(value, torch.Tensor):
                     yield value, device
-
-
-def _room_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory of a device for a tensor."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _room_for(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return memory of the host for tensors, by number, in one block, freed with the last of them."""
-    octets = block_of({number: nbytes_of(tensor) for number, tensor in tensors.items()})
+    octets = block_of({number: tensor.nbytes for number, tensor in tensors.items()})
     return {
         number: octets[number].view(one.dtype).as_strided(one.shape, one.stride())
         for number, one in tensors.items()

@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
@@ -206,16 +207,15 @@ class ParallelLoad:
                 digests = read_digests(landed, entry)
             except DamagedCopy as error:
                 raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
-            with mmap.mmap(into, entry.nbytes) as memory, memoryview(memory) as target:
-                read_verified(
-                    folder,
-                    entry,
-                    digests,
-                    target,
-                    self._around.threads,
-                    (begin, end),
-                    lambda low, nbytes: os.posix_fallocate(into, low, nbytes),
-                )
+            read_verified(
+                folder,
+                entry,
+                digests,
+                memoryview(mmap.mmap(into, entry.nbytes)),
+                self._around.threads,
+                (begin, end),
+                partial(os.posix_fallocate, into),
+            )
 
     def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
         """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
@@ -299,9 +299,9 @@ class _Overlay(CopyFolder):
         with of.open(file, nbytes) as found:
             yield found
 
-    def is_near(self, _file: str) -> bool:
-        """Say whether a file has landed."""
-        return is_shared(_file)
+    def is_near(self, file: str) -> bool:
+        """Return whether a file has landed."""
+        return is_shared(file)
 
 
 def _shared(manifest: Manifest) -> list[tuple[FileEntry, FileEntry, FileEntry]]:

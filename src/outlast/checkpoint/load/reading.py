@@ -27,6 +27,9 @@ from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
 from outlast.parallelism.policy.slices import Part, blocks, cover, extent, place_in, strides_of
 
+Lend = Callable[[str, int], Loan | None]
+
+_MEMORY = "/dev/shm"
 _READERS = 4
 _UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
@@ -36,7 +39,7 @@ _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the only one that minc
 
 
 def padded(nbytes: int) -> int:
-    """Return how much memory :func:`read_verified` needs for a file of a size."""
+    """Return the size of a file, rounded up to whole blocks of O_DIRECT."""
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
@@ -55,11 +58,11 @@ def read_verified(
         folder: the copy.
         entry: of the file, in the manifest.
         digests: of its chunks.
-        target: memory for the whole file, which begins at a page; where it is as large as :func:`padded`
-            says, the page cache need not serve the end. After an error the part is worth nothing.
+        target: memory for the whole file, from the start of a page. If it has the size that :func:`padded`
+            returns, the end, too, is read past the page cache. After an error the content is undefined.
         threads: that digest; a few more read, since they mostly wait for the disk.
         part: its begin, a multiple of the size of a chunk, and its end: another one, or that of the file.
-        reserve: called with begin and size before bytes are read; ensures that there is memory for them.
+        reserve: allocates memory for a range; called with its begin and size before it is read.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
@@ -78,20 +81,13 @@ def read_verified(
         in_threads(lambda: read, -(-(last - first) // _UNIT_BYTES), max(_READERS, threads))
 
 
-_MEMORY = "/dev/shm"
-
-
-Lend = Callable[[str, int], Loan | None]
-
-
 class Source:
     """The bytes of a safetensors file in memory. They are not valid before :meth:`fill`.
 
     Args:
-        folder: the copy. A file of it that is near is mapped.
+        folder: the copy; its files in the node's memory are mapped, the others are read.
         entry: of the file, in the manifest.
-        lend: returns memory for a file, given its name and size; None: there is none to lend, and private
-            memory is made.
+        lend: returns memory for a file, given its name and size; if it returns None, private memory is used.
 
     Raises:
         DamagedCopy: the file is missing, no regular file, or of another size.
@@ -100,15 +96,13 @@ class Source:
 
     def __init__(self, folder: CopyFolder, entry: FileEntry, lend: Lend) -> None:
         self._entry = entry
-        self._reserve: Callable[[int, int], object] = lambda *_: None
         mapped = _map(folder, entry) if folder.is_near(entry.name) else None
         self._mapped = mapped is not None
         if mapped is not None:
-            self._memory: mmap.mmap = mapped
-        elif (loan := lend(entry.name, entry.nbytes)) is not None:
-            self._memory, self._reserve = loan
+            self._loan = Loan(mapped, lambda *_: None)
         else:
-            self._memory = allocate(padded(entry.nbytes))
+            lent = lend(entry.name, entry.nbytes)
+            self._loan = lent or Loan(allocate(padded(entry.nbytes)), lambda *_: None)
 
     def fill(self, folder: CopyFolder, threads: int) -> None:
         """Verify every byte, after reading the file where it is not mapped.
@@ -121,17 +115,17 @@ class Source:
             DamagedCopy: names the first bytes that are not as they were saved.
             OSError: the file system refused.
         """
-        content, digests = memoryview(self._memory), read_digests(folder, self._entry)
+        content, digests = memoryview(self._loan.memory), read_digests(folder, self._entry)
         if self._mapped:
             verify_mapped(self._entry, digests, content, threads)
         else:
-            read_verified(folder, self._entry, digests, content, threads, reserve=self._reserve)
+            read_verified(folder, self._entry, digests, content, threads, reserve=self._loan.reserve)
 
     def view(self, begin: int, end: int) -> torch.Tensor:
         """Return a range as a tensor of bytes. A write to it does not change the file of a copy."""
         if begin == end:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(memoryview(self._memory)[begin:end], dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._loan.memory)[begin:end], dtype=torch.uint8)
 
 
 def _map(folder: CopyFolder, entry: FileEntry) -> mmap.mmap | None:
@@ -404,7 +398,7 @@ def carry_out(
         folder: the copy.
         file_of: returns a safetensors file by its number.
         moves: what to read.
-        threads: that read, the caller's included; each holds 16 MiB.
+        threads: that read, the caller's included; each has a block of 16 MiB.
 
     Raises:
         DamagedCopy: a byte is not as it was saved.

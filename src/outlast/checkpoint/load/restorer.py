@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,6 @@ from outlast.files import OUTAGE, when_there_is_room
 from outlast.recovery.policy.events import Loaded, Note, Quarantined
 
 _POLL = 0.25
-_NO_PAGES = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,10 @@ class _Attempt:
         if buffers is not None:
             try:
                 return self._examine_through(folder, buffers.lend)
-            except OSError as error:
-                buffers.take_back()
-                if error.errno not in _NO_PAGES:
+            except OSError as error:  # of the disk, or of the memory folder: the second try shows it
+                if not buffers.lends:
                     raise
+                buffers.take_back()
                 self._around.record(Note, reason=f"{error}: private memory is used for the load")
         return self._examine_through(folder, lambda *_: None)
 
@@ -179,10 +177,10 @@ class _Attempt:
         note = received.note
         self._received, self._landing, self.cursor = None, None, received.cursor
         self.flags = received.flags
-        landing.land()
         try:
+            landing.land()
             notes = (note, apply(self._state, received.saved, received.random, received.parameters))
-        except CheckpointMismatch as error:
+        except (CheckpointMismatch, RuntimeError) as error:  # a device failed, or has no room
             raise CheckpointMismatch(
                 f"{self._plan.name} is sound, but {error}; the live objects hold some of it and must not"
                 " be used"

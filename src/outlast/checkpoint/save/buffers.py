@@ -25,7 +25,7 @@ from outlast.checkpoint.tiers.memory_folder import Stage, pool_of
 from outlast.errors import RunFolderUnusable
 
 _REST = 1.0  # nothing is done for so many times the duration of a window, where training goes on beside
-_NICENESS = 10  # of the thread, which takes a tenth of a processor from training that needs it
+_NICENESS = 10  # of the thread: it takes a tenth of a processor where training uses all of it
 _LENDS = 16 << 20  # bytes; a smaller file is loaded through private memory
 _AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
 _AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
@@ -74,6 +74,7 @@ class Buffers:
         self._beside = False  # a thread prepares buffers while training goes on
         self._lacking = False  # it has still some to make
         self._lent: Path | None = None
+        self._pid = os.getpid()
         self._device: int | None = None
 
     @property
@@ -92,13 +93,11 @@ class Buffers:
             return
         self._device = current_device()  # not that of the thread, which would be the first one
         self._beside, self._lacking = True, nbytes > _AT_ONCE
-        atexit.register(self._stop)  # a thread in the driver must not meet the end of the interpreter
+        atexit.register(self._stop_at_exit)
 
         def work() -> None:
             with contextlib.suppress(OSError):
-                thread = threading.get_native_id()
-                usual = os.getpriority(os.PRIO_PROCESS, thread)
-                os.setpriority(os.PRIO_PROCESS, thread, usual + _NICENESS)
+                os.nice(_NICENESS)  # of this thread, on Linux
             try:
                 self.prepare(nbytes)
             finally:
@@ -178,6 +177,11 @@ class Buffers:
         if not self._prepares:
             raise OSError(errno.ECANCELED, "no more buffers are made")
 
+    def _stop_at_exit(self) -> None:
+        """Make no more buffers: a thread in the driver must not meet the end of the interpreter."""
+        if os.getpid() == self._pid:  # a process that was forked has no such thread
+            self._stop()
+
     def _stop(self) -> None:
         """Make no more buffers beside training, and wait until none is being made."""
         self._prepares = False
@@ -248,43 +252,51 @@ class Buffers:
             buffer.path.parent.rmdir()  # where no other rank stages, too
 
     def lend(self, file: str, nbytes: int) -> Loan | None:
-        """Lend a buffer to a load; meanwhile its name is hidden, and none is made. See :meth:`take_back`.
+        """Lend a buffer to a load until :meth:`take_back`; meanwhile no save takes it, and no other is made.
 
         Args:
             file: that is loaded.
             nbytes: its size.
 
         Returns:
-            Its memory; None: the file is small or not of these buffers, they are on a disk, as many as may be
-            are in use, or the file system refuses.
+            Its memory; None: the file is small, the file is not that of this pool, the pool is on a disk, all
+            buffers are in use, or the file system refused.
         """
+        if file != self._file or nbytes < _LENDS or not (self.in_memory and is_memory(self._stage.root)):
+            return None
         self.take_back()
-        if file != self._file or nbytes < _LENDS or not self.in_memory:
-            return None
-        if not is_memory(self._stage.root):
-            return None
         path = self._pool / f".{os.urandom(8).hex()}"
         with self._changed:
             while self._making:
+                self._awaited.set()
                 self._changed.wait(_AGAIN)
             if not (self._stage.free(self._name) or self._has_room()):
                 return None
             self._making, self._lent = True, path
 
-        def reserve(begin: int, size: int) -> None:
-            with self._opened(path) as (descriptor, _):
-                os.posix_fallocate(descriptor, begin, size)
-
         try:
             self._pool.mkdir(mode=0o700, exist_ok=True)
             self._take(path, hidden=True)
-            return Loan(self._map(path, nbytes, populates=False), reserve)
+            memory, inode = self._map(path, nbytes, populates=False), path.lstat().st_ino
         except OSError:
             self.take_back()
             return None
 
+        def reserve(begin: int, size: int) -> None:
+            with self._opened(path) as (descriptor, status):
+                if status.st_ino != inode:
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+                os.posix_fallocate(descriptor, begin, size)
+
+        return Loan(memory, reserve)
+
+    @property
+    def lends(self) -> bool:
+        """Whether a buffer is lent."""
+        return self._lent is not None
+
     def take_back(self) -> None:
-        """Put the buffer that is lent, if one is, into the pool; remove it where pages are missing."""
+        """End the loan, if there is one: return the buffer to the pool, or remove it if pages are missing."""
         path, self._lent = self._lent, None
         if path is None:
             return
@@ -306,7 +318,8 @@ class Buffers:
 
         Args:
             path: its name from now on.
-            hidden: also one that was being made when its maker was killed, though a buffer is being made.
+            hidden: take hidden buffers, too; the caller is the one that makes a buffer, so their makers were
+                killed.
         """
         free = [
             one for one in self._stage.free(self._name) if hidden or not (self._making and _is_hidden(one))
@@ -350,7 +363,7 @@ class Buffers:
     def close(self) -> None:
         """Unmap the buffers, which keep descriptors open; the files stay."""
         self._stop()
-        atexit.unregister(self._stop)
+        atexit.unregister(self._stop_at_exit)
         with self._changed:
             self._mapped.clear()
 
@@ -369,7 +382,7 @@ class Buffers:
             nbytes: its size.
             rest: called after each window of :func:`populate`; None: a save waits.
             device: for which the memory is registered; None: it is not, or later.
-            populates: False: whoever writes to it sees to the pages.
+            populates: False: the writer allocates the pages.
         """
         with self._opened(path) as (descriptor, status):
             with self._changed:
@@ -386,8 +399,10 @@ class Buffers:
                 known.valid = nbytes
                 if populates and self.in_memory:
                     populate(descriptor, known, rest or (lambda _: None))
-                elif populates and nbytes:
+                elif populates:
                     os.posix_fallocate(descriptor, 0, nbytes)
+            if not self.in_memory:  # each save has another file, and pinned pages of a disk's are not written
+                return known
             known.register(device, lambda: rest is None or self._prepares)
             with self._changed:
                 if len(self._mapped) >= 2 * self._limit:

@@ -98,6 +98,8 @@ class Engine:
             CheckpointError: the writer does not answer, or a rank cannot stage.
         """
         around = self._around
+        if self._end is not None:  # the job goes back: two makers of one pool's buffers would meet there
+            self._end()
         meeting = SaveRendezvous(around, self._memory, self._place, self._call_saver)
         self._staged = None  # of the session before; its copies may be lost
         self._shared = frozenset()

@@ -34,7 +34,7 @@ class Mapping(mmap.mmap):
 
         Args:
             device: of this rank; None: it uses none yet, and nothing is done.
-            goes_on: asked before each window; says whether the rest is still to be registered.
+            goes_on: called before each window; False ends the registration.
         """
         if device is None or self.tried or not len(self):
             return

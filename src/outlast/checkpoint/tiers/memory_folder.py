@@ -472,7 +472,7 @@ class Stage:
                 shutil.rmtree(self.pool / name, ignore_errors=True)
 
     def open_buffer(self, path: Path) -> int:
-        """Open a buffer, a new one if there is none.
+        """Open a buffer, a new one if there is none; on a disk it may become a file of a copy.
 
         Raises:
             RunFolderUnusable: what is there is not a file of this account's own.
@@ -568,7 +568,8 @@ class Stage:
                 os.rename(path, pool / f"{os.urandom(8).hex()}")
             else:
                 path.unlink(missing_ok=True)
-        retired.rmdir()
+        with contextlib.suppress(OSError):  # NFS keeps names of files that are open; swept later
+            retired.rmdir()
 
 
 def staged_file(rank: int, world_size: int) -> str:

@@ -35,7 +35,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.cluster.lease_file import allowed, wait_for
 from outlast.fields import Damage, DamagedCopy
-from outlast.files import make_folder, make_private, read_whole
+from outlast.files import OUTAGE, make_folder, make_private, read_whole
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
@@ -45,7 +45,6 @@ _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _LEASE_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
-_NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -59,14 +58,14 @@ class CopyFolder:
 
     Args:
         descriptor: of the folder.
-        near: it is in the memory folder of this node, and nobody writes to its files while ranks load.
+        near: it is in the memory folder of this node; nobody writes to its files during a load.
     """
 
     def __init__(self, descriptor: int, near: bool = False) -> None:
         self._descriptor = descriptor
         self._near = near
 
-    def is_near(self, _file: str) -> bool:
+    def is_near(self, file: str) -> bool:  # noqa: ARG002 - a load from several places asks for each file
         """Say whether a file can be used where it is, without a copy in private memory."""
         return self._near
 
@@ -335,28 +334,30 @@ class DirectoryTier:
                 with _naming(path):
                     os.fsync(descriptor)
 
-    def link(self, temporary: str, file: str, descriptor: int) -> bool:
-        """Give a file that nobody changes any more a name in a temporary folder, down to the disk.
+    def link(self, temporary: str, file: str, path: Path) -> bool:
+        """Make a hard link to a file in a temporary folder, and sync it. Nobody may change the file any more.
 
         Args:
             temporary: name of the folder.
             file: its name there.
-            descriptor: of the file.
+            path: of the file.
 
         Returns:
-            Whether it has the name; False: it is on another file system, or this one knows no links.
+            Whether it was linked; False: it is on another file system, or this one has no links.
 
         Raises:
             OSError: the file system refused.
         """
-        path = self.folder / temporary / file
+        place = self.folder / temporary / file
         try:
-            # Only with a folder, which an absolute path does not need, the link of /proc is followed.
-            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+            os.link(path, place, follow_symlinks=False)
         except OSError as error:
-            if error.errno in _NO_LINK:
-                return False
-            raise
+            if error.errno in OUTAGE:
+                raise
+            return False
+        if place.lstat().st_nlink < 2:  # not counted: nothing would tell that the file is no buffer any more
+            place.unlink()
+            return False
         self.sync(temporary, file)
         return True
 

@@ -569,8 +569,10 @@ class CopyCommitter:
         in_parts = together is not None and together.shared
         if not first["durable"] or self._disk.task is not None or self._wanted or in_parts:
             return None
+        if not self.stage.private:  # what is on disk is linked, once it is complete
+            return None
         files = names_of(sorted(staged), first["world_size"], shared)
-        ahead = Ahead(name, folder, files, self._tier, links=not self.stage.private)
+        ahead = Ahead(name, folder, files, self._tier)
         self._disk.begin(Task("write", name, partial(ahead.write, self.stage.tier)))
         return ahead
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
@@ -151,7 +151,7 @@ def write_part(
         if shared % nodes != number
         for entry in manifest.of_shared(shared)
     }
-    contents, staged = dict[str, memoryview](), dict[str, BinaryIO]()
+    contents = {}
     with source.open(name) as here, target.open(temporary) as there, ExitStack() as stack:
         for entry in manifest.needed():
             if entry in others:
@@ -163,26 +163,31 @@ def write_part(
                 require_bytes(here, entry)
             (target.folder / temporary / entry.name).unlink(missing_ok=True)
             contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
-            if not source.private and entry.name.endswith(".safetensors"):
-                staged[entry.name] = stack.enter_context(open(source.folder / name / entry.name, "rb"))
-        target.write(temporary, unlinked(target, temporary, contents, staged))
+        link_or_write(name, source, target, temporary, contents)
 
 
-def unlinked(
-    target: DirectoryTier, temporary: str, contents: Mapping[str, memoryview], staged: Mapping[str, BinaryIO]
-) -> dict[str, memoryview]:
-    """Give files that are on the disk of a tier already a name there; return the contents of the others.
+def link_or_write(
+    name: str,
+    source: DirectoryTier,
+    target: DirectoryTier,
+    temporary: str,
+    contents: Mapping[str, memoryview],
+) -> None:
+    """Bring files of a copy to a temporary folder: tensors that are staged on its disk by links.
 
-    Such a file is not a buffer any more when the copy that it was staged for is dropped; see ``give_up``.
+    A linked file does not become a buffer again; see :meth:`Stage.give_up`.
 
     Raises:
         OSError: the file system refused.
     """
-    return {
-        file: content
-        for file, content in contents.items()
-        if file not in staged or not target.link(temporary, file, staged[file].fileno())
+    linked = {
+        file
+        for file in contents
+        if not source.private
+        and file.endswith(".safetensors")
+        and target.link(temporary, file, source.folder / name / file)
     }
+    target.write(temporary, {file: one for file, one in contents.items() if file not in linked})
 
 
 def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, complete: Complete) -> int:
@@ -240,18 +245,14 @@ class Ahead:
         folder: where its files are by now.
         files: those of its ranks, and those that all ranks share.
         target: the durable tier.
-        links: the folder is on a disk, too: there the files of tensors are not written again.
 
     Raises:
         OSError: the tensors cannot be read.
     """
 
-    def __init__(
-        self, name: str, folder: Path, files: Sequence[Names], target: DirectoryTier, links: bool
-    ) -> None:
+    def __init__(self, name: str, folder: Path, files: Sequence[Names], target: DirectoryTier) -> None:
         self._name = name
         self._target = target
-        self._staged = {file: open(folder / file, "rb") for file, *_ in files if links}  # noqa: SIM115 - for write
         self._small = [file for one in files for file in (one.digests, one.document)]
         self._sealed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         with ExitStack() as stack:
@@ -275,7 +276,7 @@ class Ahead:
             return None
         temporary = self._target.begin(self._name)
         try:
-            self._target.write(temporary, unlinked(self._target, temporary, self._tensors, self._staged))
+            link_or_write(self._name, source, self._target, temporary, self._tensors)
             if not self._sealed.get():
                 self._target.discard(temporary)
                 return None
@@ -322,7 +323,7 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, found: b
         for entry in manifest.needed() if found else ():
             require_bytes(folder, entry)
     files = names_of(manifest.ranks, manifest.world_size, len(manifest.shared))
-    ahead = Ahead(name, source.folder / name, files, target, links=not source.private)
+    ahead = Ahead(name, source.folder / name, files, target)
     ahead.settle(True)
     return ahead.write(source) or 0
 

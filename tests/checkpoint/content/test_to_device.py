@@ -8,18 +8,21 @@ import random
 import pytest
 import torch
 
-from outlast.checkpoint.content import uploads
+from outlast.checkpoint.content import to_device
+from outlast.checkpoint.content.to_device import Move, copy_to_devices
 from outlast.checkpoint.content.transfers import octets_of
-from outlast.checkpoint.content.uploads import Upload, upload
 
 KINDS = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool, torch.float8_e4m3fn)
 
 
 def source_of(dice: random.Random, most: int) -> torch.Tensor:
     """Return random bytes as a tensor, in some order of memory."""
+    generator = torch.Generator().manual_seed(dice.randrange(1 << 30))
     kind = dice.choice(KINDS)
     shape = [dice.randrange(0 if dice.random() < 0.1 else 1, most) for _ in range(dice.randrange(3))]
-    octets = torch.randint(0, 2, (torch.Size(shape).numel() * kind.itemsize,), dtype=torch.uint8)
+    octets = torch.randint(
+        0, 2, (torch.Size(shape).numel() * kind.itemsize,), dtype=torch.uint8, generator=generator
+    )
     plain = octets.view(kind).view(shape)
     return plain.t() if len(shape) == 2 and dice.random() < 0.5 else plain
 
@@ -30,42 +33,44 @@ def source_of(dice: random.Random, most: int) -> torch.Tensor:
 def test_every_byte_comes_to_its_place(
     window: int, small: int, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(uploads, "WINDOW", window)
-    monkeypatch.setattr(uploads, "SMALL", small)
+    monkeypatch.setattr(to_device, "BLOCK", window)
+    monkeypatch.setattr(to_device, "SMALL", small)
     dice = random.Random(seed)
     for threads in (1, 3):
         sources = [source_of(dice, 40) for _ in range(60)]
         moves = [(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), one) for one in sources]
-        upload(moves, threads)
+        for target, _ in moves:
+            octets_of(target).fill_(0xFF)
+        copy_to_devices(moves, threads)
         for target, source in moves:
             assert torch.equal(octets_of(target), octets_of(source))
 
 
 def test_a_target_is_written_where_it_is_and_nothing_beside_it() -> None:
     whole = torch.zeros(10, 16)
-    moves: list[Upload] = [(whole[at], torch.full((16,), float(at))) for at in range(1, 9)]
-    upload(moves, 1)
+    moves: list[Move] = [(whole[at], torch.full((16,), float(at))) for at in range(1, 9)]
+    copy_to_devices(moves, 1)
     assert whole.sum(1).tolist() == [0.0, *(16.0 * at for at in range(1, 9)), 0.0]
     parameter = torch.nn.Parameter(torch.zeros(3))
-    upload([(parameter, torch.ones(3))], 1)
+    copy_to_devices([(parameter, torch.ones(3))], 1)
     assert (parameter.tolist(), parameter.grad_fn) == ([1.0] * 3, None)
 
 
 def test_no_more_than_two_windows_are_made_and_one_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "WINDOW", 1 << 12)
+    monkeypatch.setattr(to_device, "BLOCK", 1 << 12)
     made: list[int] = []
-    registered = uploads._registered
+    registered = to_device._pinned
 
     def counted(nbytes: int, device: torch.device) -> torch.Tensor:
         made.append(nbytes)
         return registered(nbytes, device)
 
-    monkeypatch.setattr(uploads, "_registered", counted)
+    monkeypatch.setattr(to_device, "_pinned", counted)
     for nbytes, expected in ((100, [128]), (4096, [4096]), (4097, [4096] * 2), (1 << 16, [4096] * 2)):
         made.clear()
         source = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
         target = torch.empty_like(source)
-        upload([(target, source)], 2)
+        copy_to_devices([(target, source)], 2)
         assert torch.equal(target, source)
         assert made == expected
 
@@ -86,20 +91,21 @@ class Event:
 
 def test_a_window_is_filled_again_only_when_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of calls for a device that works beside the host, which none of this machine is."""
-    monkeypatch.setattr(uploads, "WINDOW", 1 << 10)
+    monkeypatch.setattr(to_device, "BLOCK", 1 << 10)
     log: list[str] = []
-    make = uploads._Window.__init__
+    make = to_device._Window.__init__
 
-    def made(self: uploads._Window, nbytes: int, device: torch.device) -> None:
+    def made(self: to_device._Window, nbytes: int, device: torch.device) -> None:
         make(self, nbytes, device)
         self._read = Event(log)
 
-    fill = uploads.copy_slices
-    monkeypatch.setattr(uploads._Window, "__init__", made)
-    monkeypatch.setattr(uploads, "copy_slices", lambda *rest: (log.append("fill"), fill(*rest))[1])
+    fill = to_device.copy_slices
+    monkeypatch.setattr(to_device._Window, "__init__", made)
+    monkeypatch.setattr(to_device, "copy_slices", lambda *rest: (log.append("fill"), fill(*rest))[1])
     source = torch.arange(5000, dtype=torch.int64).to(torch.uint8)
     target = torch.empty_like(source)
-    upload([(target, source)], 1)
+    copy_to_devices([(target, source)], 1)
     assert torch.equal(target, source)
     turns = [["wait 0", "fill", "sent 0"], ["wait 1", "fill", "sent 1"]]
-    assert log == ["new 0", "new 1", *itertools.chain(*(turns[at % 2] for at in range(5)))]
+    last = ["wait 0", "wait 1"]
+    assert log == ["new 0", "new 1", *itertools.chain(*(turns[at % 2] for at in range(5))), *last]
