@@ -234,6 +234,13 @@ def norms_of(tensors: Sequence[Tensor], kind: dtype | None) -> Sequence[Tensor]:
     return found
 
 
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device to others there, in a call for all of them."""
+    import torch
+
+    torch._foreach_copy_(targets, sources)
+
+
 def one_behind_the_other(tensors: list[Tensor]) -> Tensor:
     """Return the elements of tensors of one device and type in one tensor, in a call for all of them."""
     import torch

@@ -197,6 +197,24 @@ def test_buffers_of_a_process_that_was_killed_are_used_again(
     until(lambda: sum(driver.parts.values()) == 8 * _PAGE, "all memory to be registered")
 
 
+def test_a_buffer_that_is_only_being_mapped_puts_no_save_off(
+    buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REST", 1e9)
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    monkeypatch.setattr(memory, "_PAGES_BYTES", _PAGE)
+    buffers(1).prepare(4 * _PAGE)
+    pool = buffers(1)
+    pool.prepare_beside(4 * _PAGE)
+    until(lambda: hidden(pool), "the thread to map it")
+    assert pool.ready
+    claimed(pool, "step-1", 4 * _PAGE)
+    pool = buffers(2)
+    pool.prepare_beside(4 * _PAGE)
+    until(lambda: hidden(pool), "the thread to make another one")
+    assert not pool.ready
+
+
 def test_all_pages_of_a_buffer_are_there_and_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_PAGES_BYTES", 1 << 20)
     nbytes = (5 << 20) + 4097

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from outlast import _torch_compat
 from outlast.checkpoint.content.memory import ALIGNMENT, copy_slices
 from outlast.checkpoint.content.transfers import SMALL, is_asynchronous, octets_in_memory
 
@@ -57,7 +58,7 @@ def _copy(device: torch.device, moves: Sequence[Move], threads: int) -> None:
                 at = (at + 1) % len(windows)
     windows[at].send(threads)
     for window in windows:
-        window.wait()
+        window.until_read()
 
 
 class _Window:
@@ -82,14 +83,14 @@ class _Window:
         (self._small if small else self._large).append((target, self._used))
         self._used += _aligned(target.numel())
 
-    def wait(self) -> None:
+    def until_read(self) -> None:
         """Wait until the device has read the last content."""
         if self._read is not None:
             self._read.synchronize()
 
     def send(self, threads: int) -> None:
         """Wait until the device has read the last content, fill the window, and begin its transfer."""
-        self.wait()
+        self.until_read()
         copy_slices(self._fills, threads)
         beside = self._read is not None
         for target, begin in self._large:
@@ -98,7 +99,7 @@ class _Window:
             first, (last, end) = self._small[0][1], self._small[-1]
             there = self._octets[first : end + last.numel()].to(last.device, non_blocking=beside)
             sources = [there[begin - first : begin - first + one.numel()] for one, begin in self._small]
-            torch._foreach_copy_([target for target, _ in self._small], sources)
+            _torch_compat.copy_each([target for target, _ in self._small], sources)
         if self._read is not None:
             self._read.record()
         self._used = 0

@@ -69,6 +69,7 @@ class Buffers:
         self._changed = threading.Condition()  # of what follows
         self._prepares = True
         self._making = False  # a buffer is made, or mapped; one at a time
+        self._whole = False  # it has all of its pages since before
         self._mapped: dict[int, Mapping] = {}  # by inode, since files go from folder to folder
         self._awaited = threading.Event()  # a save waits for the buffer that is being made
         self._beside = False  # a thread prepares buffers while training goes on
@@ -85,7 +86,8 @@ class Buffers:
     @property
     def ready(self) -> bool:
         """Whether a save need not wait for the pages of a buffer."""
-        return not self._lacking or any(not _is_hidden(free) for free in self._stage.free(self._name))
+        maps = self._making and self._whole  # it is there in a moment
+        return not self._lacking or maps or any(not _is_hidden(free) for free in self._stage.free(self._name))
 
     def prepare_beside(self, nbytes: int) -> None:
         """Begin to fill the pool, if it is in memory, with buffers of a size, as far as there is room."""
@@ -144,11 +146,12 @@ class Buffers:
             have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
             if not self._prepares or (path is None and have >= self._limit):
                 return False
-            if path not in (None, hidden):
+            if path is not None:
                 try:
-                    os.rename(path, hidden)
-                except FileNotFoundError:  # a save has taken it
+                    os.rename(path, hidden)  # also one to its own name, to see that no save has taken it
+                except FileNotFoundError:
                     return False
+            self._whole = path is not None and _has_pages(hidden)
             self._making = True
         try:
             self._map(hidden, nbytes, self._rest, self._device)
@@ -163,7 +166,7 @@ class Buffers:
 
     def _end_making(self) -> None:
         with self._changed:
-            self._making = False
+            self._making = self._whole = False
             self._awaited.clear()  # for the next one, a save that waits asks again
             self._changed.notify_all()
 
@@ -302,7 +305,7 @@ class Buffers:
             return
         try:
             status = path.lstat()
-            if status.st_blocks * _BLOCK >= status.st_size:
+            if _has_pages(path):
                 os.rename(path, self._pool / path.name[1:])
             else:
                 path.unlink()
@@ -436,6 +439,14 @@ def _start(work: Callable[[], None]) -> None:
 def _is_hidden(path: Path) -> bool:
     """Return whether a buffer of a pool is being made, or was when its maker was killed."""
     return path.name.startswith(".")
+
+
+def _has_pages(path: Path) -> bool:
+    """Return whether a buffer has all of its pages."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        return 0 < status.st_size <= status.st_blocks * _BLOCK
+    return False
 
 
 def _size(path: Path) -> int:

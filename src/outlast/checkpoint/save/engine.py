@@ -98,8 +98,6 @@ class Engine:
             CheckpointError: the writer does not answer, or a rank cannot stage.
         """
         around = self._around
-        if self._end is not None:  # the job goes back: two makers of one pool's buffers would meet there
-            self._end()
         meeting = SaveRendezvous(around, self._memory, self._place, self._call_saver)
         self._staged = None  # of the session before; its copies may be lost
         self._shared = frozenset()
@@ -116,6 +114,8 @@ class Engine:
         self._stage = stage
         self._limit = meeting.buffers
         file = rank_files(around.identity.rank, around.identity.world_size)[0]
+        if self._end is not None:  # the job goes back: two makers of one pool's buffers would meet there
+            self._end()
         self._buffers = buffers = self._buffers_of(file)
         self._stager = Stager(self._memory, around.identity, members.ranks, buffers, self._nudge, threads)
         self._end = self._stager.close
