@@ -200,10 +200,10 @@ def test_buffers_of_a_process_that_was_killed_are_used_again(
 def test_a_buffer_that_is_only_being_mapped_puts_no_save_off(
     buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    buffers(1).prepare(4 * _PAGE)
     monkeypatch.setattr(module, "_REST", 1e9)
     monkeypatch.setattr(module, "_AT_ONCE", 0)
     monkeypatch.setattr(memory, "_PAGES_BYTES", _PAGE)
-    buffers(1).prepare(4 * _PAGE)
     pool = buffers(1)
     pool.prepare_beside(4 * _PAGE)
     until(lambda: hidden(pool), "the thread to map it")
