@@ -276,7 +276,6 @@ class Buffers:
             if not (self._stage.free(self._name) or self._has_room()):
                 return None
             self._making, self._lent = True, path
-
         try:
             self._pool.mkdir(mode=0o700, exist_ok=True)
             self._take(path, hidden=True)

@@ -224,8 +224,8 @@ class SaveRendezvous:
             if not fit[worst]:
                 size = states[worst] / 2**30
                 then = (
-                    f"states are staged on disk, in {around.tier.folder / _STAGING}: there training stands"
-                    f" still in each save until {size:.2f} GiB are written; with buffers, for a copy of them"
+                    f"states are staged on disk, in {around.tier.folder / _STAGING}: each save stops"
+                    f" training there until {size:.2f} GiB are written; with buffers, until they are copied"
                 )
             why = shortage(demands[worst], rooms[worst], most)
             around.record(Note, reason=f"{self._memory.root} on node {some(short)}: {why}; {then}")

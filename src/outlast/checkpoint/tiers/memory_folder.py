@@ -19,6 +19,7 @@ byte; ``flush``, a request that the newest copy goes to disk now.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -568,8 +569,14 @@ class Stage:
                 os.rename(path, pool / f"{os.urandom(8).hex()}")
             else:
                 path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # NFS keeps names of files that are open; swept later
+        try:
             retired.rmdir()
+        except OSError as error:
+            if error.errno not in (
+                errno.ENOTEMPTY,
+                errno.EBUSY,
+            ):  # NFS keeps names of open files; swept later
+                raise
 
 
 def staged_file(rank: int, world_size: int) -> str:
