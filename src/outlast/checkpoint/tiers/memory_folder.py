@@ -48,6 +48,7 @@ STAGED = ".staged"
 _TRAININGS = "trainings"
 _TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
+_STILL_OPEN = {errno.ENOTEMPTY, errno.EBUSY}  # NFS keeps names of open files; the folder is swept later
 LANDING = "landing"  # the folder, and the name under which the writer serves it
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
@@ -572,10 +573,7 @@ class Stage:
         try:
             retired.rmdir()
         except OSError as error:
-            if error.errno not in (
-                errno.ENOTEMPTY,
-                errno.EBUSY,
-            ):  # NFS keeps names of open files; swept later
+            if error.errno not in _STILL_OPEN:
                 raise
 
 
