@@ -103,7 +103,7 @@ class Team:
     def have(self, *names: str) -> None:
         """Go on with these nodes from the next generation on; one that is not known is new.
 
-        The others are spares: their savers go on, and serve what they have in memory.
+        The others are spares: their savers go on, and what they have in memory stays.
         """
         durable = self.nodes[0].durable
         for name in names:

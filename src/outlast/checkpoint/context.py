@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.policy.manifest import Identity, in_training
-from outlast.checkpoint.policy.placement import Torn
+from outlast.checkpoint.policy.placement import Gathering
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.ports import Clock
@@ -51,7 +51,7 @@ class SaveContext:
     sink: Callable[[Record], None]
     memory: DirectoryTier | None = None
     replicas: tuple[DirectoryTier, ...] = ()
-    torn: tuple[Torn, ...] = ()
+    torn: tuple[Gathering, ...] = ()
     training: str = ""
     threads: int = 1
     parallel: ParallelLoad | None = None

@@ -63,46 +63,31 @@ def test_another_number_of_nodes_loads_from_memory(
     team.train(2)
 
 
-@pytest.mark.parametrize(
-    ("before", "lost", "after"),
-    [("abcd", "d", "ab"), ("abc", "c", "a"), ("abcd", "", "abe"), ("abcd", "", "ebca")],
-    ids=lambda names: names,
-)
-def test_the_part_of_a_node_that_became_a_spare_is_fetched(
-    before: str, lost: str, after: str, team_of: Callable[..., Team]
-) -> None:
-    """Each node's only part is in its own memory; where one is lost, the others had it as a replica."""
-    team = team_of(*before, job=lambda seed: Replicas(3))
-    team.start(replication=bool(lost))
-    team.train(2)
-    if lost:
-        team.replicated(2)
-        team.known[lost].lose()
-    step = team.step
-    team.have(*after)
-    team.start(replication=False)
-    assert team.step >= (2 if lost else step), team.notes()
-    assert team.notes()
-    assert {job.content() for job in team.jobs} == {team.content[team.step][0]}
-
-
-def test_a_spare_that_left_two_generations_ago_is_asked(team_of: Callable[..., Team]) -> None:
+def test_a_node_that_comes_back_has_what_is_missing(team_of: Callable[..., Team]) -> None:
+    """Without it nothing starts anew, however often it is tried."""
     team = team_of("a", "b", "c", job=lambda seed: Replicas(3))
     team.start(replication=False)
     team.train(2)
-    spare = team.known["c"]
-    for broken in (True, False):
-        team.have("a", "b")
-        if broken:
-            os.kill(spare.saver.pid, signal.SIGKILL)
-            until(spare.saver.ended, "the end of the saver")
-            with pytest.raises(NoUsableCheckpoint, match="node c"):
-                team.start(replication=False)
-            spare.saver.ensure()  # as its agent does; memory has outlived the saver
-            until(lambda: spare.status().pid == spare.saver.pid and spare.status().port, "the next saver")
-        else:
+    for nodes in ("ab", "abd", "ab"):
+        team.have(*nodes)
+        with pytest.raises(NoUsableCheckpoint, match=r"2.*a node that has left"):
             team.start(replication=False)
+    team.have("c", "b", "a")
+    team.start(replication=False)
     assert team.step == 2, team.notes()
+    assert {job.content() for job in team.jobs} == {team.content[2][0]}
+
+
+def test_a_first_save_that_no_node_has_completed_is_a_new_start(team_of: Callable[..., Team]) -> None:
+    """A node that left before that save began cannot have a part of it."""
+    team = team_of("a", "b", "c")
+    team.start(replication=False)
+    team.have("a", "b", "d")
+    team.start(replication=False)
+    team.train(1)
+    remove(team.known["d"].stage.tier.folder / copy_name(1, 2))
+    team.start(replication=False)
+    assert (team.step, "a new start" in team.notes()) == (0, True)
 
 
 def test_saves_that_only_a_lost_writer_could_commit_take_no_buffers_from_later_ones(
@@ -180,7 +165,7 @@ def test_a_node_that_has_written_very_many_parts_while_the_leader_was_stopped_is
 
 
 @pytest.mark.parametrize("saves", [1, 3])
-def test_without_the_spare_that_has_a_part_there_is_no_new_start(
+def test_without_the_node_that_has_a_part_there_is_no_new_start(
     saves: int, team_of: Callable[..., Team]
 ) -> None:
     team = team_of("a", "b", "c")
@@ -188,7 +173,7 @@ def test_without_the_spare_that_has_a_part_there_is_no_new_start(
     team.train(saves)
     team.known["c"].lose()
     team.have("a", "b")
-    with pytest.raises(NoUsableCheckpoint, match=r"2.*node c"):
+    with pytest.raises(NoUsableCheckpoint, match=r"rank\(s\) 2.*a node that has left"):
         team.start(replication=False)
 
 
@@ -204,7 +189,9 @@ def test_a_copy_in_quarantine_is_no_reason_for_a_new_start_on_fewer_nodes(
         team.start(avoid=(aside,), replication=False)
 
 
-def test_an_older_whole_copy_is_loaded_where_the_spare_does_not_answer(team_of: Callable[..., Team]) -> None:
+def test_an_older_whole_copy_is_loaded_where_a_node_with_a_part_has_left(
+    team_of: Callable[..., Team],
+) -> None:
     team = team_of("a", "b", "c", job=lambda seed: Replicas(3))
     team.start(replication=False)
     team.train(4, durable=lambda step: step == 2)
@@ -214,7 +201,7 @@ def test_an_older_whole_copy_is_loaded_where_the_spare_does_not_answer(team_of: 
     team.start(replication=False)
     assert team.step == 2
     assert "step-000000004.g1" in team.notes()
-    assert "node c" in team.notes()
+    assert "a node that has left" in team.notes()
 
 
 def test_the_node_that_leads_may_be_the_one_that_is_lost(team_of: Callable[..., Team]) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from outlast import codec
 from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.context import SaveContext
-from outlast.checkpoint.load.departed import Departed
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
     Manifest,
     Row,
     place_of,
-    some,
 )
-from outlast.checkpoint.policy.placement import Gathering, Holding, Torn, gatherings, through, torn, wanted
+from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
 from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
@@ -39,13 +37,12 @@ _TRIES = 3  # copies that are tried; behind them is what is on disk
 
 def gather_parts(
     around: SaveContext, stage: Stage, members: Members, node: str, credentials: Credentials
-) -> tuple[Torn, ...]:
+) -> tuple[Gathering, ...]:
     """Bring the newest copy in memory together, if it is newer than what is on disk.
 
     What comes lies among the replicas of the node that it came from. A copy of another number of ranks is
     joined on each node: one folder with links to the files of all parts, of which each rank reads what it
-    needs. What no node of this session has is asked of those that left. What does not come is no error: an
-    older copy is loaded then.
+    needs. What does not come is no error: an older copy is loaded then.
 
     Args:
         around: this rank's ties to the world.
@@ -63,82 +60,67 @@ def gather_parts(
     """
     speaks = around.identity.rank == members.ranks[0]
     table: tuple[Peer, ...] = (Peer(node, members.ranks, "", 0),)
-    party: Party | None = None
+    clients: dict[str, PeerClient] = {}
     if members.together is not None:
         table, party = members.together.nodes, members.party(credentials)
+        clients = {one.name: PeerClient((one.host, one.port), party, expected=one.name) for one in table}
 
     def look() -> dict[str, Any]:
         stage.drop_joined()
-        if party is not None:
-            _greet_leader(members, party)
-        return _look(stage, around, members, node)
+        leader = next(peer for peer in table if 0 in peer.ranks)
+        if leader.name != node:
+            _greet(leader, party)
+        newest = max(map(place_of, around.tier.names()), default=(-1, -1))
+        return {"parts": codec.values_of(held_parts(stage, node)), "disk": newest, "left": members.left}
+
+    def fetch(found: Gathering) -> dict[str, Any]:
+        nbytes = 0
+        for one in found.fetch[node]:
+            try:
+                nbytes += _fetch(stage, one, clients[one.node])
+            except (PeerError, DamagedCopy) as error:
+                raise CheckpointError(f"node {node} from {one.node}: {error}") from error
+        if found.joined:
+            _join(stage, found)
+        return {"nbytes": nbytes}
+
+    def fetched(found: Gathering) -> bool:
+        """Bring a copy together, with all ranks."""
+        if not found.joined and not any(found.fetch.values()):
+            return True
+        agreed = around.rounds.hold("fetched", lambda: fetch(found) if speaks else {})
+        reason = f"not all of it came from other nodes: {agreed.text}"
+        if agreed.fine:
+            nbytes = sum(report.data.get("nbytes", 0) for report in agreed.reports)
+            reason = f"{nbytes} bytes were fetched from other nodes' memory"
+        around.record(Note, reason=f"{found.name}: {reason}")
+        return agreed.fine
 
     agreed = around.rounds.hold("parts", lambda: look() if speaks else {})
     agreed.raise_common(CheckpointError)
     said = [report.data for report in agreed.reports if report.data]
-    holdings = _holdings(said)
-    on_disk = max((tuple(data["disk"]) for data in said), default=(-1, -1))
+    holdings = codec.convert([one for data in said for one in data["parts"]], list[Holding])
+    on_disk = max(tuple(data["disk"]) for data in said)
     nodes = {peer.name: peer.ranks for peer in table}
-    whole = gatherings(holdings, nodes, members.run_id, members.avoid)
+    left = max(data["left"] for data in said)
+    copies = gatherings(holdings, nodes, members.run_id, members.avoid, left)
+    whole = [one for one in copies if not one.reason]
     marks = Marks(members.avoid)
     sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
-    lacking = torn(holdings, members.run_id, members.avoid, max([on_disk, *sure]))
-    departed = Departed.of(members, node, credentials, *_left(said))
-    lacking, offered = _ask_departed(around, departed, lacking, speaks)
-    if offered:
-        whole = gatherings([*holdings, *offered], nodes, members.run_id, members.avoid)
-    fetch = _Fetch(stage, table, party, departed)
+    than = max([on_disk, *sure])
     for found in whole[:_TRIES]:
-        needed = any(found.fetch.values()) or found.other_world
-        if place_of(found.name) <= on_disk or not needed:
-            return _newer(lacking, found)
-        why = fetch.together(around, found, node if speaks else "")
-        if not why:
-            return _newer(lacking, found)
-        lacking = tuple(one.because(why) if one.name == found.name else one for one in lacking)
-    return lacking
+        if place_of(found.name) <= on_disk or fetched(found):
+            than = max(than, place_of(found.name))
+            break
+    return tuple(one for one in copies if one.reason and place_of(one.name) > than)
 
 
-def _ask_departed(
-    around: SaveContext, departed: Departed, lacking: tuple[Torn, ...], speaks: bool
-) -> tuple[tuple[Torn, ...], tuple[Holding, ...]]:
-    """Return torn copies with the nodes that left and are silent, and what others of these have of them."""
-    sought = [one for one in lacking if one.missing]
-    if not (sought and departed.askers):
-        return tuple(departed.with_reasons(one, {}) for one in lacking), ()
-    since = min(place_of(one.name)[1] for one in sought)
-    agreed = around.rounds.hold("departed", lambda: departed.ask(since) if speaks else {})
-    agreed.raise_common(CheckpointError)
-    told = [report.data for report in agreed.reports if report.data]
-    silent = {name: why for data in told for name, why in data["silent"].items()}
-    known = tuple(departed.with_reasons(one, silent) for one in lacking)
-    return known, wanted(sought, _holdings(told))
-
-
-def _left(said: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
-    """Return which nodes left, by the node that says so, and the last generation of a forgotten one."""
-    told = {data["node"]: data["left"] for data in said}
-    return told, max((data["forgotten"] for data in said), default=-1)
-
-
-def _holdings(said: Iterable[Mapping[str, Any]]) -> list[Holding]:
-    return [Holding(**{**one, "ranks": tuple(one["ranks"])}) for data in said for one in data["parts"]]
-
-
-def _newer(lacking: Iterable[Torn], than: Gathering) -> tuple[Torn, ...]:
-    return tuple(one for one in lacking if place_of(one.name) > place_of(than.name))
-
-
-def _greet_leader(members: Members, party: Party) -> None:
+def _greet(leader: Peer, party: Party) -> None:
     """See that the writer to which this node's writer will report takes it for one of the job's.
 
     Raises:
         UsageError: the two nodes do not have the same token.
     """
-    assert members.together is not None
-    leader = next(peer for peer in members.together.nodes if 0 in peer.ranks)
-    if leader.name == party.node:
-        return
     try:
         PeerClient((leader.host, leader.port), party, _GREETING_SECONDS, expected=leader.name).greet()
     except PeerRefused as error:
@@ -151,103 +133,25 @@ def _greet_leader(members: Members, party: Party) -> None:
         return
 
 
-def _look(stage: Stage, around: SaveContext, members: Members, node: str) -> dict[str, Any]:
-    """Return what this node has in memory, the newest copy in its durable folder, and which nodes left."""
-    places = (place_of(name) for name in around.tier.names())
-    return {
-        "node": node,
-        "parts": [asdict(one) for one in held_parts(stage, node)],
-        "disk": max(places, default=(-1, -1)),
-        "left": [{"name": one.name, "generation": one.generation} for one in members.left],
-        "forgotten": members.forgotten,
-    }
-
-
-class _Fetch:
-    """What nodes fetch of copies."""
-
-    def __init__(
-        self, stage: Stage, table: Collection[Peer], party: Party | None, departed: Departed
-    ) -> None:
-        self._stage = stage
-        self._peers = {peer.name: peer for peer in table}
-        self._party = party
-        self._departed = departed
-
-    def together(self, around: SaveContext, found: Gathering, node: str) -> str:
-        """Bring a copy together, with all ranks; return why that failed.
-
-        Args:
-            around: this rank's ties to the world.
-            found: the copy.
-            node: this one; empty: another rank works for it.
-        """
-        first, then = through(found, self._departed.askers)
-        steps = {"brought": lambda: self._all(first.get(node, ())), "fetched": lambda: self._rest(then, node)}
-        if not first:
-            del steps["brought"]
-        nbytes = 0
-        for name, step in steps.items():
-            agreed = around.rounds.hold(name, lambda step=step: step() if node else {})  # type: ignore[misc]
-            if not agreed.fine:
-                why = f"not all of it came from other nodes: {agreed.text}"
-                around.record(Note, reason=f"{found.name}: {why}")
-                return why
-            nbytes += sum(report.data.get("nbytes", 0) for report in agreed.reports)
-        left = sorted({one.node for parts in first.values() for one in parts})
-        these = f", also of node(s) {some(left)}, which left" if left else ""
-        around.record(
-            Note, reason=f"{found.name}: {nbytes} bytes were fetched from other nodes' memory{these}"
-        )
-        return ""
-
-    def _rest(self, found: Gathering, node: str) -> dict[str, Any]:
-        """Fetch what a node lacks, and join all parts where another number of ranks saved them.
-
-        Raises:
-            CheckpointError: it did not come, or not as it was committed.
-            OSError: the file system refused.
-        """
-        said = self._all(found.fetch[node])
-        if found.other_world:
-            _join(self._stage, found)
-        return said
-
-    def _all(self, holdings: Iterable[Holding]) -> dict[str, Any]:
-        nbytes = 0
-        for holding in holdings:
-            try:
-                nbytes += self._fetch(holding)
-            except (PeerError, DamagedCopy) as error:
-                raise CheckpointError(f"node {self._departed.node} from {holding.node}: {error}") from error
-        return {"nbytes": nbytes}
-
-    def _client(self, node: str) -> PeerClient:
-        if node not in self._peers:
-            return self._departed.client(node)
-        assert self._party is not None, "only another node has what this one lacks"
-        peer = self._peers[node]
-        return PeerClient((peer.host, peer.port), self._party, expected=peer.name)
-
-    def _fetch(self, holding: Holding) -> int:
-        client, name = self._client(holding.node), holding.name
-        tier = self._stage.replica(holding.owner)
-        with tier.writing(name) as temporary:
-            for file in (MANIFEST, COMMIT):
-                tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
-            with tier.open(temporary) as folder:
-                manifest, digest = read_manifest(folder, name)
-            if (found := evidence(manifest, digest)) != holding.evidence:
-                raise DamagedCopy(Damage(MANIFEST, holding.evidence, found))
-            _require_room(self._stage, manifest.nbytes)
-            for entry in manifest.needed():
-                chunks = client.fetch(holding.folder, name, entry.name)
-                digest = tier.write_chunks(temporary, entry.name, chunks)
-                if digest != entry.digest:
-                    raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
-            if name in tier.names():
-                tier.discard(name)
-        return manifest.nbytes
+def _fetch(stage: Stage, holding: Holding, client: PeerClient) -> int:
+    """Fetch a part of a copy from the memory of another node; return its size."""
+    name, tier = holding.name, stage.replica(holding.owner)
+    with tier.writing(name) as temporary:
+        for file in (MANIFEST, COMMIT):
+            tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
+        with tier.open(temporary) as folder:
+            manifest, digest = read_manifest(folder, name)
+        if (found := evidence(manifest, digest)) != holding.evidence:
+            raise DamagedCopy(Damage(MANIFEST, holding.evidence, found))
+        _require_room(stage, manifest.nbytes)
+        for entry in manifest.needed():
+            chunks = client.fetch(holding.folder, name, entry.name)
+            digest = tier.write_chunks(temporary, entry.name, chunks)
+            if digest != entry.digest:
+                raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", digest))
+        if name in tier.names():
+            tier.discard(name)
+    return manifest.nbytes
 
 
 def _require_room(stage: Stage, nbytes: int) -> None:

@@ -255,7 +255,7 @@ class Restorer:
         for one in torn:
             seen = unusable.setdefault(one.name, one.reason)
             if one.missing and seen != one.reason:
-                unusable[one.name] = "; ".join((seen, *one.why))
+                unusable[one.name] = "; ".join(filter(None, (seen, one.why)))
         if not unusable and known:
             raise NoUsableCheckpoint(
                 f"the run has saved {some(known)}, and none of its checkpoints is there any more: not in"
@@ -267,7 +267,7 @@ class Restorer:
             return
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
         again = (
-            "start it again once the nodes below run that do not answer, or "
+            "start it again with the nodes that saved what is missing, or "
             if any(one.missing and one.why for one in torn)
             else ""
         )
@@ -280,8 +280,8 @@ class Restorer:
     def _never_complete(self, resolution: Resolution, unusable: Mapping[str, str]) -> bool:
         """Say whether all there is are parts of the first save of all, which some node never completed.
 
-        A node keeps its newest two parts; where nobody has more than one, there was no save before. Where a
-        node that had ranks then does not answer, it may have the part that is missing.
+        A node keeps its newest two parts; where nobody has more than one, there was no save before. A node
+        that has left the job since may have the part that is missing.
         """
         torn = self._around.torn
         parts = {one.name for one in resolution.excluded if one.incomplete} | {one.name for one in torn}

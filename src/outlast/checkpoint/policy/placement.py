@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyStatus, Marks
@@ -294,150 +294,71 @@ class Holding:
 
 @dataclass(frozen=True)
 class Gathering:
-    """A copy whose parts are all there, somewhere.
+    """A copy in the memory of nodes: it can be put together, or there is a reason why not.
 
     Args:
         name: of the copy.
-        fetch: by node, the parts that it lacks.
         evidence: equal for the parts of the copy.
-        other_world: another number of ranks wrote it, so each node gets all parts and joins them.
+        fetch: by node, the parts that it lacks; empty where the copy cannot be loaded.
+        joined: another number of ranks wrote it, so each node gets all parts and joins them.
+        missing: ranks that saved what none of these nodes has.
+        why: it must not be loaded, or where the missing part may be; empty: nowhere.
     """
 
     name: str
-    fetch: Mapping[str, tuple[Holding, ...]]
     evidence: str
-    other_world: bool
+    fetch: Mapping[str, tuple[Holding, ...]] = field(default_factory=dict)
+    joined: bool = False
+    missing: tuple[int, ...] = ()
+    why: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be loaded; empty: it can."""
+        lost = f"the part of rank(s) {some(self.missing)} is in the memory of none of these nodes"
+        return "; ".join(filter(None, (lost if self.missing else "", self.why)))
 
 
 def gatherings(
-    holdings: Sequence[Holding], nodes: Mapping[str, Sequence[int]], run_id: str, avoid: Collection[str]
+    holdings: Iterable[Holding],
+    nodes: Mapping[str, Sequence[int]],
+    run_id: str,
+    avoid: Collection[str],
+    left: int = -1,
 ) -> tuple[Gathering, ...]:
-    """Return the copies that can be put together, the newest first and suspects last.
+    """Return the copies of a run of which nodes have parts, the newest first and suspects last.
 
     Args:
         holdings: of all nodes.
         nodes: ranks of this job by node.
         run_id: this run; what another one wrote is left alone.
         avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`.
+        left: the last generation in which a node had ranks that has none now; -1: there was none.
     """
     marks = Marks(avoid)
     world = sum(map(len, nodes.values()))
     copies: dict[tuple[str, str], list[Holding]] = {}
     for one in holdings:
-        mark = marks.against(one.name)
-        allowed = mark is None or mark.bearing is not CopyStatus.QUARANTINED
-        if one.run_id == run_id and allowed:
+        if one.run_id == run_id:
             copies.setdefault((one.name, one.evidence), []).append(one)
     found = []
-    ordered = sorted(
-        copies.items(),
-        key=lambda item: (not marks.doubted(item[0][0]), place_of(item[0][0])),
-        reverse=True,
-    )
-    for (name, evidence), held in ordered:
-        saved = held[0].world_size
-        if {rank for one in held for rank in one.ranks} == set(range(saved)):
-            other = saved != world  # which of the saved parts a rank needs is known once all are described
-            fetch = {
-                node: _lacking(node, range(saved) if other else ranks, held) for node, ranks in nodes.items()
-            }
-            found.append(Gathering(name, fetch, evidence, other))
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class Torn:
-    """A copy of which a part is in the memory of no node of this session, or that must not be loaded.
-
-    Args:
-        name: of the copy.
-        evidence: equal for the parts of the copy.
-        missing: ranks that saved what is missing; empty: it must not be loaded.
-        why: that it must not be loaded; or for each node that left and may have it, why it did not come;
-            empty: nobody can have it.
-    """
-
-    name: str
-    evidence: str
-    missing: tuple[int, ...]
-    why: tuple[str, ...] = ()
-
-    def because(self, *why: str) -> Torn:
-        """Return it with further reasons why the missing part did not come."""
-        return replace(self, why=(*self.why, *why)) if self.missing else self
-
-    @property
-    def reason(self) -> str:
-        """Why it cannot be loaded."""
-        text = f"the part of rank(s) {some(self.missing)} is in the memory of none of these nodes"
-        return "; ".join((text, *self.why) if self.missing else self.why)
-
-
-def torn(
-    holdings: Iterable[Holding], run_id: str, avoid: Collection[str], than: tuple[int, int]
-) -> tuple[Torn, ...]:
-    """Return the copies of a run of which a part is missing or that must not be loaded, the newest first.
-
-    Args:
-        holdings: of all nodes.
-        run_id: this run.
-        avoid: marks; see :func:`gatherings`.
-        than: step and generation of the newest copy that can be loaded; older ones are of no use.
-    """
-    marks = Marks(avoid)
-    copies: dict[
-        tuple[str, str], tuple[set[int], set[int]]
-    ] = {}  # ranks that saved it, ranks whose files exist
-    for one in holdings:
-        if one.run_id == run_id and place_of(one.name) > than:
-            saved = set(range(one.world_size))
-            copies.setdefault((one.name, one.evidence), (saved, set()))[1].update(one.ranks)
-    found = []
-    for copy, (saved, ranks) in copies.items():
-        mark = marks.against(copy[0])
+    for (name, evidence), held in copies.items():
+        saved = range(held[0].world_size)
+        missing = set(saved).difference(*(one.ranks for one in held))
+        mark = marks.against(name)
         if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
             why = f"it is in quarantine: {mark.reason}; `outlast ckpt release` lets it be loaded again"
-            found.append(Torn(*copy, (), (why,)))
-        elif saved - ranks:
-            found.append(Torn(*copy, tuple(sorted(saved - ranks))))
-    return tuple(sorted(found, key=lambda one: place_of(one.name), reverse=True))
-
-
-def wanted(lacking: Iterable[Torn], offered: Iterable[Holding]) -> tuple[Holding, ...]:
-    """Return the holdings of nodes that left which have something of what is missing."""
-    missing = {(one.name, one.evidence): set(one.missing) for one in lacking}
-    return tuple(one for one in offered if missing.get((one.name, one.evidence), set()) & set(one.ranks))
-
-
-def through(
-    found: Gathering, askers: Mapping[str, str]
-) -> tuple[Mapping[str, tuple[Holding, ...]], Gathering]:
-    """Divide a fetch from nodes that left: one node gets each part from there, the others from that node.
-
-    A writer that serves an earlier session answers only the nodes which were in that one.
-
-    Args:
-        found: the copy.
-        askers: by node that left, the node that fetches from it.
-
-    Returns:
-        By node, what it gets from nodes that left; and what is fetched after that.
-    """
-    first: dict[str, list[Holding]] = {}
-    then: dict[str, tuple[Holding, ...]] = {}
-    for node, parts in found.fetch.items():
-        rest = []
-        for one in parts:
-            asker = askers.get(one.node)
-            if asker is None:
-                rest.append(one)
-                continue
-            if one not in first.setdefault(asker, []):
-                first[asker].append(one)
-            if asker != node:
-                rest.append(replace(one, node=asker, folder=f"{REPLICA}{one.owner}"))
-        then[node] = tuple(rest)
-    return {node: tuple(parts) for node, parts in first.items()}, replace(found, fetch=then)
+            found.append(Gathering(name, evidence, why=why))
+        elif missing:
+            why = "a node that has left the job since it was saved may have it"
+            since = place_of(name)[1] <= left
+            found.append(Gathering(name, evidence, missing=tuple(sorted(missing)), why=why if since else ""))
+        else:
+            other = len(saved) != world  # which parts a rank needs is known once all are described
+            fetch = {node: _lacking(node, saved if other else ranks, held) for node, ranks in nodes.items()}
+            found.append(Gathering(name, evidence, fetch, other))
+    newest = sorted(found, key=lambda one: place_of(one.name), reverse=True)
+    return tuple(sorted(newest, key=lambda one: marks.doubted(one.name)))
 
 
 def _lacking(node: str, ranks: Sequence[int], held: Sequence[Holding]) -> tuple[Holding, ...]:

@@ -51,7 +51,6 @@ from outlast.errors import UsageError
 from outlast.fields import DamagedCopy
 
 MOST_BYTES = 1 << 50  # of a file
-PARTS = "parts"  # a message that asks for this, and its answer: the parts of copies that a node has in memory
 _GREETING_SECONDS = 10.0
 _MOST_FILES = 10_000
 _MOST_PUTS = 2  # of one node at once: one whose sender was killed may not have ended yet

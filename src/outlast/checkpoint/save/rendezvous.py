@@ -135,8 +135,8 @@ class SaveRendezvous:
             global_options=around.settings.global_options,
             global_every=around.settings.global_every,
             keep_ancestors=around.settings.keep_ancestors,
-            left=() if self._before is None else self._before.without(nodes),
-            forgotten=-1 if self._before is None else self._before.forgets(nodes),
+            nodes=tuple(nodes),
+            left=-1 if self._before is None else self._before.left_by(nodes),
             training=around.training,
             patience=around.settings.max_failed_seconds,
             disk_bandwidth=around.settings.disk_bandwidth,
@@ -148,7 +148,7 @@ class SaveRendezvous:
             holds = {one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one]) for one in held}
             together = Together(node, self._place.host, True, holders, holds, bandwidth)
             members = replace(members, together=together)
-        self.introduce(members.until_they_met(self._before))
+        self.introduce(members)
         if members.together is not None:
             members = self._join(members, members.together, nodes)
         if around.leads:

@@ -28,7 +28,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,6 @@ _ALIKE = "alike"
 _STILL_OPEN = {errno.ENOTEMPTY, errno.EBUSY}  # NFS keeps names of open files; the folder is swept later
 LANDING = "landing"  # the folder, and the name under which the writer serves it
 _SHOWN = 64  # characters of a run id in the name of its memory folder
-_MOST_LEFT = 1024  # nodes that left and are remembered; all of them are told to all nodes
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
 _Said = TypeVar("_Said", bound="Members | Status")
 
@@ -101,27 +100,6 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Left:
-    """A node of an earlier session that is not in the present one: it is a spare now, or lost.
-
-    Args:
-        name: of the node.
-        host: where its writer listened.
-        port: likewise.
-        generation: of the session.
-        session: which its writer still serves, if it runs.
-        own: the address by which that writer knows this node.
-    """
-
-    name: str
-    host: str
-    port: int
-    generation: int
-    session: str
-    own: str
-
-
-@dataclass(frozen=True)
 class Members:
     """What the ranks of a generation tell their node's writer.
 
@@ -141,8 +119,8 @@ class Members:
         global_options: of its object store.
         global_every: the first of so many durable copies goes there.
         keep_ancestors: older copies kept there.
-        left: nodes with which this one was in a session, and which are not in this one.
-        forgotten: the last generation in which a node had ranks that left and is not remembered; -1: none.
+        nodes: names of all nodes that have ranks.
+        left: the last generation in which a node had ranks that has none now; -1: there was none.
         training: its name, where the job has several; empty: it has none.
         patience: seconds for which a disk that refuses the last state is asked again.
         disk_bandwidth: bytes a second that may be written to ``tier`` while ranks train; None: no limit.
@@ -163,8 +141,8 @@ class Members:
     global_options: Mapping[str, str] = field(default_factory=dict)
     global_every: int = 1
     keep_ancestors: int = 0
-    left: tuple[Left, ...] = ()
-    forgotten: int = -1
+    nodes: tuple[str, ...] = ()
+    left: int = -1
     training: str = ""
     patience: float = 0.0
     disk_bandwidth: float | None = None
@@ -182,41 +160,11 @@ class Members:
     @property
     def knows_others(self) -> bool:
         """Whether this node was in a session with others."""
-        return self.together is not None or bool(self.left)
+        return len(self.nodes) > 1 or self.left >= 0
 
-    def without(self, nodes: Collection[str]) -> tuple[Left, ...]:
-        """Return the nodes that leave, or had left before, where the next session has these ones.
-
-        At most 1024 are remembered, those that left last; :meth:`forgets` says which are not.
-        """
-        return tuple(self._gone(nodes)[:_MOST_LEFT])
-
-    def forgets(self, nodes: Collection[str]) -> int:
-        """Return ``forgotten`` of the next session, where it has these nodes."""
-        return max((self.forgotten, *(one.generation for one in self._gone(nodes)[_MOST_LEFT:])))
-
-    def _gone(self, nodes: Collection[str]) -> list[Left]:
-        """Return all nodes that leave, or had left before; those that left last come first."""
-        known = {one.name: one for one in self.left}
-        if self.together is not None:
-            own = self.together.host
-            for peer in self.together.nodes:
-                known[peer.name] = Left(peer.name, peer.host, peer.port, self.generation, self.session, own)
-        left = [one for one in known.values() if one.name not in nodes]
-        return sorted(left, key=lambda one: -one.generation)
-
-    def until_they_met(self, before: Members | None) -> Members:
-        """Return what is written down until the table of nodes is there.
-
-        A session may end before that. No node of an earlier one is forgotten then, also none that is here.
-
-        Args:
-            before: of the session before, as written down.
-        """
-        if before is None or self.together is None:
-            return self
-        here = {self.together.node}
-        return replace(self, left=before.without(here), forgotten=before.forgets(here))
+    def left_by(self, nodes: Collection[str]) -> int:
+        """Return ``left`` of the next session, where it has these nodes."""
+        return self.left if set(self.nodes) <= set(nodes) else self.generation
 
     def party(self, credentials: Credentials) -> Party:
         """Return what this node proves to the writers of the others.

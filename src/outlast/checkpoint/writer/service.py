@@ -7,15 +7,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from outlast import files
 from outlast.checkpoint.policy.manifest import some
 from outlast.checkpoint.replica.frames import PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
-from outlast.checkpoint.replica.server import PARTS, PeerServer, Terms
-from outlast.checkpoint.tiers.inventory import held_parts
+from outlast.checkpoint.replica.server import PeerServer, Terms
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
 from outlast.checkpoint.writer.cluster import ReplicaShelf, Ties, served, shelf
 from outlast.checkpoint.writer.committer import CopyCommitter
@@ -233,8 +232,6 @@ class Service:
 
     def _answer(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         committer = self._committer
-        if committer is not None and message.get("asks") == PARTS:
-            return {PARTS: [asdict(one) for one in held_parts(committer.stage, "")]}
         if committer is None or committer.team is None:
             raise CheckpointError(_NOT_MET)
         return committer.team.hear(node, message)
