@@ -335,6 +335,15 @@ def write_whole(path: AnyPath, content: bytes) -> None:
         raise
 
 
+def sync_folder(path: AnyPath) -> None:
+    """Sync a folder, so that the name of a new file survives a power loss."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove(path: AnyPath) -> None:
     """Remove whatever is at a path of ours, a folder included; nothing there is no error."""
     try:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.checkpointer import Checkpointer
+from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import LiveState, capture
 from outlast.checkpoint.content.typed_json import Encoder
@@ -112,7 +113,8 @@ class OnDisk:
                 *(Encoder().encode(cursor, ("cursor",)), time.time(), own, contents),
                 began=self._began,
             )
-            tier.seal(temporary, manifest)
+            tier.write(temporary, ends_of(manifest))
+            tier.commit(temporary, name)
         self._exchange.gather("committed", "", DEADLINE)
         return True
 

@@ -15,14 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.content.digest import chunk_digests, ends_of, file_digest, row_of
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
     MANIFEST,
-    FileEntry,
     Manifest,
     copy_name,
     rank_files,
@@ -31,8 +29,7 @@ from outlast.checkpoint.policy.manifest import (
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
 from outlast.checkpoint.tiers.object_access import Limits
-from outlast.checkpoint.tiers.objects import ObjectTier
-from outlast.checkpoint.tiers.remote import fetch
+from outlast.checkpoint.tiers.remote import ObjectTier
 from outlast.fields import Damage, DamagedCopy
 from tests.support.forging import SAID
 from tests.support.jobs import DEADLINE
@@ -192,12 +189,6 @@ def verified(tier: ObjectTier) -> Copy:
         return inspect(reader, COPY, None)
 
     return judged(Copy(COPY, 5, 1, CopyState.UNREADABLE), read)
-
-
-def fetched(tier: ObjectTier, file: str, nbytes: int, digest: str, target: Path) -> None:
-    """Bring a file of the copy of a test down, as a restore does."""
-    with tier.open(COPY) as copy:
-        fetch(copy, FileEntry(file, nbytes, digest), target)
 
 
 def put(tier: ObjectTier, files: dict[str, bytes]) -> None:

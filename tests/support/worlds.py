@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.content.codecs import Piece
+from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
 from outlast.checkpoint.load import reshard
@@ -87,4 +88,5 @@ def write_world(folder: Path, whole: torch.Tensor, parts: list[Part], cuts: Sequ
     own = tuple(row for each in found for row in each["own"])
     contents = runs_of([expanded(each["contents"])[0] for each in found])
     manifest = Manifest("run-a", 1, 3, len(parts), {"dp": len(parts)}, None, 0.0, own, contents)
-    tier.seal(temporary, manifest)
+    tier.write(temporary, ends_of(manifest))
+    tier.commit(temporary, NAME)

@@ -129,7 +129,7 @@ class OutlastStorageWriter(FileSystemWriter):
             part.unlink()
         digests[_METADATA] = _digest_of_file(self._under_way / _METADATA)
         _write(self._under_way / _DIGESTS, digests)
-        _sync(self._under_way)
+        files.sync_folder(self._under_way)
         self._give_name()
 
     def _make_folder(self) -> None:
@@ -143,7 +143,7 @@ class OutlastStorageWriter(FileSystemWriter):
             shutil.rmtree(before, ignore_errors=True)
             os.rename(self._target, before)
         os.rename(self._under_way, self._target)
-        _sync(self._target.parent)
+        files.sync_folder(self._target.parent)
         shutil.rmtree(before, ignore_errors=True)
 
 
@@ -415,14 +415,6 @@ def _read(path: Path) -> dict[str, str] | None:
     except (ValueError, RecursionError):
         return {}
     return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, dict) else {}
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: Path) -> str:

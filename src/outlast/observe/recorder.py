@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from outlast.files import open_regular
+from outlast.files import open_regular, sync_folder
 from outlast.observe.policy import codec
 from outlast.recovery.policy.events import ActionTaken, Note, Record, RunEnded, Saved
 
@@ -124,15 +124,6 @@ class Recorder:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-
-
-def sync_folder(path: str) -> None:
-    """Sync a folder, so that the name of a new file survives a power loss."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fit(record: Record) -> bytes:

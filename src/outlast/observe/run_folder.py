@@ -375,7 +375,7 @@ class RunFolder:
                     os.fsync(file.fileno())
             os.replace(temporary, path)
             if durable:
-                recorder.sync_folder(os.fspath(path.parent))
+                files.sync_folder(path.parent)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise

@@ -18,7 +18,7 @@ from outlast.checkpoint.policy.manifest import copy_name, rank_files
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError
-from outlast.checkpoint.tiers.objects import ObjectTier
+from outlast.checkpoint.tiers.remote import ObjectTier
 from outlast.errors import UsageError
 from tests.support.jobs import DEADLINE
 from tests.support.s3_bucket import COPY, QUICK, SECRETS, Answer, Bucket, proxy, put, s3_server, written
@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_tier_is_told_when_it_is_made_or_asked(server: int)
             ObjectTier(url)
         assert SECRETS[0] not in str(wrong.value)
     code = (
-        "import sys; sys.modules['obstore'] = None\nfrom outlast.checkpoint.tiers.objects import ObjectTier\n"
+        "import sys; sys.modules['obstore'] = None\nfrom outlast.checkpoint.tiers.remote import ObjectTier\n"
         "ObjectTier('s3://bucket/a')"
     )
     done = subprocess.run(

@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra: pip install 'outlast[s3]'")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[server]'")
 
-from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
+from outlast.checkpoint.content.digest import CHUNK_BYTES
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, copy_name, rank_files
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError
-from outlast.checkpoint.tiers.objects import ObjectTier
+from outlast.checkpoint.tiers.remote import ObjectTier, get
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.fields import DamagedCopy
 from tests.support.jobs import DEADLINE, Job, checkpointer, save_steps
@@ -32,7 +32,6 @@ from tests.support.s3_bucket import (
     Answer,
     Bucket,
     ask,
-    fetched,
     proxy,
     put,
     s3_server,
@@ -80,14 +79,8 @@ def test_a_copy_comes_back_and_is_loaded(bucket: Bucket, tmp_path: Path) -> None
     assert inspect(tier, COPY, None) == verified(tier) == whole
 
     there = DirectoryTier(tmp_path / "there")
-    temporary = there.begin(COPY)
-    for entry in Manifest.from_json(files[MANIFEST]).needed():
-        target = there.folder / temporary / entry.name
-        fetched(tier, entry.name, entry.nbytes, entry.digest, target)
-    with tier.open(COPY) as copy:
-        there.write(temporary, {file: copy.read(file) for file in (MANIFEST, COMMIT)})
-    assert sorted(os.listdir(there.folder / temporary)) == sorted(files)
-    there.commit(temporary, COPY)
+    assert get(tier, COPY, there) == Manifest.from_json(files[MANIFEST]).nbytes
+    assert {path.name: path.read_bytes() for path in (there.folder / COPY).iterdir()} == files
     job = Job(1)
     restored = checkpointer(there.folder, generation=2).restore(job.state)
     assert restored is not None
@@ -101,9 +94,8 @@ def test_files_of_every_size_go_in_parts_and_come_back(
     files = written(random.Random(seed).randbytes(size))
     put(bucket.tier(PARTS), files)
     assert bucket.read(f"{COPY}/{SHARD}") == files[SHARD]
-    target = tmp_path / SHARD
-    fetched(bucket.tier(PARTS), SHARD, size, file_digest(files[SHARD]), target)
-    assert target.read_bytes() == files[SHARD]
+    get(bucket.tier(PARTS), COPY, DirectoryTier(tmp_path))
+    assert (tmp_path / COPY / SHARD).read_bytes() == files[SHARD]
     assert verified(bucket.tier(PARTS)).state is CopyState.WHOLE
 
 
@@ -114,7 +106,7 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
     bucket.flip(f"{COPY}/{SHARD}", entry.nbytes - 3)
     (tmp_path / "down").mkdir()
     with pytest.raises(DamagedCopy, match=f"{SHARD}.*{entry.digest}"):
-        fetched(tier, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
+        get(tier, COPY, DirectoryTier(tmp_path / "down"))
     assert os.listdir(tmp_path / "down") == []
     assert inspect(tier, COPY, None).state is CopyState.WHOLE
     found = verified(tier)
@@ -122,7 +114,8 @@ def test_a_flipped_bit_is_found_by_fetch_and_by_the_inventory(bucket: Bucket, tm
 
     bucket.write(f"{COPY}/{SHARD}", files[SHARD][:-1])
     with pytest.raises(DamagedCopy, match=f"{entry.nbytes}.*{entry.nbytes - 1}"):
-        fetched(tier, SHARD, entry.nbytes, entry.digest, tmp_path / "down" / SHARD)
+        get(tier, COPY, DirectoryTier(tmp_path / "down"))
+    assert os.listdir(tmp_path / "down") == []
     for file in (MANIFEST, COMMIT):
         bucket.write(f"{COPY}/{SHARD}", files[SHARD])
         bucket.flip(f"{COPY}/{file}", len(files[file]) // 2)
@@ -158,7 +151,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from outlast.checkpoint.tiers.object_access import Limits
-from outlast.checkpoint.tiers.objects import ObjectTier
+from outlast.checkpoint.tiers.remote import ObjectTier
 url, folder, *options = sys.argv[1:]
 files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 ends = files.pop("MANIFEST.json"), files.pop("COMMIT")

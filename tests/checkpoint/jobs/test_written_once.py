@@ -18,9 +18,9 @@ from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.save.sharing import Sharing
 from outlast.checkpoint.save.staging import Order
+from outlast.checkpoint.tiers import remote
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
-from outlast.checkpoint.tiers.remote import Remote
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
 from outlast.checkpoint.tools.listing import Item, differences, look, tensors
@@ -378,10 +378,10 @@ def test_other_tools_find_what_ranks_share(make: Callable[[], Ranks], tmp_path: 
     node.save(jobs, 1, durable=True)
     assert all(saver.durable(1) for saver in node.savers)
     name = copy_name(1, 1)
-    remote = Remote(str(tmp_path / "global"), {})
-    assert remote.put(name, node.durable) < 7 << 20
+    there = remote.tier_of(str(tmp_path / "global"), {})
+    assert remote.put(there, name, node.durable) < 7 << 20
     back = DirectoryTier(tmp_path / "back")
-    remote.get(name, back)
+    remote.get(there, name, back)
     assert verify(back, name, None).state is CopyState.WHOLE
     item = Item(back, name)
     manifest = look(item).manifest

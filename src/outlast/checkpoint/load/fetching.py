@@ -23,12 +23,13 @@ from outlast.checkpoint.policy.resolve import Marks
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
+from outlast.checkpoint.tiers import remote
 from outlast.checkpoint.tiers.inventory import evidence, held_parts, read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage
 from outlast.checkpoint.tiers.object_access import ObjectStoreError
-from outlast.checkpoint.tiers.remote import Remote
 from outlast.errors import CheckpointError, CheckpointMismatch, TierUnreachable, UsageError
 from outlast.fields import Damage, DamagedCopy
+from outlast.ports import Tier
 from outlast.recovery.policy.events import Note, Quarantined
 
 _GREETING_SECONDS = 10.0
@@ -237,8 +238,8 @@ class Recall:
         if self._silent and than is not None:
             return {"brought": False}
         try:
-            remote = Remote(url, around.settings.global_options)
-            names = sorted(remote.names(), key=place_of, reverse=True)
+            tier = remote.tier_of(url, around.settings.global_options)
+            names = sorted(tier.names(), key=place_of, reverse=True)
         except OSError as error:
             return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
         known = {*self._tried, *around.tier.names()}
@@ -246,7 +247,7 @@ class Recall:
             if place_of(name) > (than or (-1, -1)) and name not in known and not self._marks.doubted(name):
                 self._tried.add(name)
                 try:
-                    if self._fetch(remote, name):
+                    if self._fetch(tier, name):
                         return {"brought": True}
                 except OSError as error:
                     return self._without(f"{name} did not come from the global tier: {error}", error, than)
@@ -262,23 +263,23 @@ class Recall:
             f"{why}; nothing was loaded, and the run does not start anew while it may have checkpoints there"
         ) from error
 
-    def _fetch(self, remote: Remote, name: str) -> bool:
-        around, began = self._around, time.monotonic()
+    def _fetch(self, tier: Tier, name: str) -> bool:
+        around, url, began = self._around, self._around.settings.global_url, time.monotonic()
         step, _ = place_of(name)
         try:
-            run_id = remote.manifest(name).run_id
+            run_id = remote.manifest_of(tier, name).run_id
             if run_id != around.identity.run_id:
                 raise CheckpointMismatch(
-                    f"{remote.url}: {name} was written by run {run_id!r}, this is"
+                    f"{url}: {name} was written by run {run_id!r}, this is"
                     f" run {around.identity.run_id!r}; nothing was changed; each run needs its own URL"
                 )
-            nbytes = remote.get(name, around.tier)
+            nbytes = remote.get(tier, name, around.tier)
         except DamagedCopy as error:
             reason = f"in the global tier: {error}"
-            remote.tier.quarantine(name, {"name": name, "reason": reason, "time": around.clock.wall()})
+            tier.quarantine(name, {"name": name, "reason": reason, "time": around.clock.wall()})
             around.record(Quarantined, step=step, checkpoint=f"global/{name}", reason=reason)
             return False
         seconds = time.monotonic() - began
-        reason = f"{name} came from the global tier {remote.url}: {nbytes} bytes in {seconds:.1f} s"
+        reason = f"{name} came from the global tier {url}: {nbytes} bytes in {seconds:.1f} s"
         around.record(Note, reason=reason)
         return True

@@ -38,9 +38,17 @@ def read_manifest(folder: StoredCopy, name: str) -> tuple[Manifest, str]:
         CheckpointMismatch: another version wrote them.
         OSError: the file system refused.
     """
-    digest = parse_commit(folder.read(COMMIT))
-    content = folder.read(MANIFEST)
-    found = file_digest(content)
+    return parse_ends(name, folder.read(COMMIT), folder.read(MANIFEST))
+
+
+def parse_ends(name: str, commit: bytes, content: bytes) -> tuple[Manifest, str]:
+    """Return a copy's manifest and its digest, given the contents of COMMIT and MANIFEST.
+
+    Raises:
+        DamagedCopy: they do not belong together, or to a copy of this name.
+        CheckpointMismatch: another version wrote them.
+    """
+    digest, found = parse_commit(commit), file_digest(content)
     if found != digest:
         raise DamagedCopy(Damage(MANIFEST, f"digest {digest}", found))
     manifest = Manifest.from_json(content)

@@ -11,6 +11,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -118,13 +119,9 @@ class Store:
         seconds = self._limits.patience(nbytes)
 
         async def bounded() -> T:
-            task = asyncio.ensure_future(work)
-            done, _ = await asyncio.wait([task], timeout=seconds)
-            if not done:
-                task.cancel()
-                await asyncio.wait([task], timeout=1.0)
-                raise self.error(Failure.TIMED_OUT, "", f"not done after {seconds:.0f} s")
-            return task.result()
+            with suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(work, seconds)
+            raise self.error(Failure.TIMED_OUT, "", f"not done after {seconds:.0f} s")
 
         return asyncio.run(bounded())
 
@@ -140,32 +137,34 @@ class Store:
         """Return the error that says what was found at a path."""
         return ObjectStoreError(kind, self._tier, f"{self._url}/{path}".rstrip("/"), found)
 
-    async def under(self, folder: str | None = None) -> tuple[list[str], dict[str, int]]:
-        """Return the folders directly below a folder, and the files there with their sizes."""
-        listing = self._api.list_with_delimiter_async(self._store, folder)
-        found = await self._ask("list", folder or "", listing)
-        files = {meta["path"].rpartition("/")[2]: meta["size"] for meta in found["objects"]}
-        return [path.rpartition("/")[2] for path in found["common_prefixes"]], files
+    async def _attempt(self, doing: str, path: str, answer: Awaitable[object], unless: Failure) -> bool:
+        """Return whether the store did what it was asked for; False: it could not, for the given reason."""
+        try:
+            await self._ask(doing, path, answer)
+        except ObjectStoreError as error:
+            if error.kind is not unless:
+                raise
+            return False
+        return True
 
-    async def listing(self, folder: str) -> dict[str, Any]:
-        """Return what the store knows of each file in a folder: ``size``, ``last_modified`` and more."""
+    async def folders(self) -> list[str]:
+        """Return the names of the folders directly below the URL."""
+        found = await self._ask("list", "", self._api.list_with_delimiter_async(self._store))
+        return [path.rpartition("/")[2] for path in found["common_prefixes"]]
+
+    async def listing(self, folder: str) -> dict[str, int]:
+        """Return the files in a folder, each with its size."""
 
         async def collect() -> list[Any]:
             stream = self._api.list(self._store, folder, chunk_size=1000)
             return [meta async for batch in stream for meta in batch]
 
         found = await self._ask("list", folder, collect())
-        return {meta["path"][len(folder) + 1 :]: meta for meta in found}
+        return {meta["path"][len(folder) + 1 :]: meta["size"] for meta in found}
 
     async def exists(self, path: str) -> bool:
         """Return whether an object is there."""
-        try:
-            await self._ask("head", path, self._api.head_async(self._store, path))
-        except ObjectStoreError as error:
-            if error.kind is not Failure.MISSING:
-                raise
-            return False
-        return True
+        return await self._attempt("head", path, self._api.head_async(self._store, path), Failure.MISSING)
 
     async def content(self, path: str) -> bytes:
         """Return the whole content of a small object."""
@@ -213,13 +212,7 @@ class Store:
     async def create(self, path: str, content: bytes) -> bool:
         """Put an object where none is, and return whether none was."""
         put = self._api.put_async(self._store, path, content, mode="create", use_multipart=False)
-        try:
-            await self._ask("put", path, put)
-        except ObjectStoreError as error:
-            if error.kind is not Failure.CONFLICT:
-                raise
-            return False
-        return True
+        return await self._attempt("put", path, put, Failure.CONFLICT)
 
     async def delete(self, paths: list[str]) -> None:
         """Remove objects."""
@@ -282,22 +275,13 @@ def _settings(scheme: str, options: Mapping[str, Any], limits: Limits) -> dict[s
         config.setdefault("checksum_algorithm", "sha256")
         if config["checksum_algorithm"] == "none":
             del config["checksum_algorithm"]
+    times = {"connect_timeout": limits.connect, "timeout": limits.request}
+    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+    retries = {"max_retries": limits.retries, "retry_timeout": timedelta(seconds=limits.retry_for)}
     return {
         "config": config,
-        "client_options": {
-            "connect_timeout": timedelta(seconds=limits.connect),
-            "timeout": timedelta(seconds=limits.request),
-            **client,
-        },
-        "retry_config": {
-            "max_retries": limits.retries,
-            "retry_timeout": timedelta(seconds=limits.retry_for),
-            "backoff": {
-                "init_backoff": timedelta(seconds=0.2),
-                "max_backoff": timedelta(seconds=10),
-                "base": 2,
-            },
-        },
+        "client_options": {name: timedelta(seconds=time) for name, time in times.items()} | client,
+        "retry_config": retries | {"backoff": pauses},
     }
 
 
@@ -306,20 +290,33 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _RETRIES = re.compile(r"after (\d+) retries")
 _TIMED_OUT = re.compile(r"timed out|deadline has elapsed", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"://(169\.254\.|metadata\.google|oauth2\.googleapis|login\.microsoftonline|sts\.)")
-_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
-_ACCESS = {
-    *(
-        "AccessDenied",
-        "AccountProblem",
-        "AllAccessDisabled",
-        "AuthenticationFailed",
-        "AuthenticationRequired",
+_KINDS = {  # by error code, obstore's exception, or status
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"), Failure.FAILED),
+    **dict.fromkeys(
+        (
+            *(
+                "PermissionDeniedError",
+                "UnauthenticatedError",
+                "401",
+                "403",
+                "AccessDenied",
+                "AccountProblem",
+            ),
+            *("AllAccessDisabled", "AuthenticationFailed", "AuthenticationRequired", "AuthorizationFailure"),
+            *("AuthorizationHeaderMalformed", "AuthorizationPermissionMismatch", "ExpiredToken"),
+            *("InvalidAccessKeyId", "InvalidAuthenticationInfo", "InvalidSecurity", "InvalidToken"),
+            *("NoAuthenticationInformation", "RequestTimeTooSkewed", "SignatureDoesNotMatch"),
+            "TokenRefreshRequired",
+        ),
+        Failure.REFUSED,
     ),
-    *("AuthorizationFailure", "AuthorizationHeaderMalformed", "AuthorizationPermissionMismatch"),
-    *("ExpiredToken", "InvalidAccessKeyId", "InvalidAuthenticationInfo", "InvalidSecurity", "InvalidToken"),
-    *("NoAuthenticationInformation", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
+    **dict.fromkeys(
+        ("429", "503", "SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "TooManyRequests"),
+        Failure.THROTTLED,
+    ),
+    **dict.fromkeys(("FileNotFoundError", "404"), Failure.MISSING),
+    "AlreadyExistsError": Failure.CONFLICT,
 }
-_BUSY = {"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "TooManyRequests"}
 
 
 def explain(error: Exception, options: Mapping[str, Any]) -> tuple[Failure, str]:
@@ -346,24 +343,14 @@ def explain(error: Exception, options: Mapping[str, Any]) -> tuple[Failure, str]
 
 
 def _kind(raised: str, text: str, status: str, code: str) -> Failure:
-    if raised == "AlreadyExistsError":
-        return Failure.CONFLICT
-    named = ((_NO_BUCKET, Failure.FAILED), (_ACCESS, Failure.REFUSED), (_BUSY, Failure.THROTTLED))
-    for codes, kind in named:
-        if code in codes:
-            return kind
-    refused = status in ("401", "403") or raised in ("PermissionDeniedError", "UnauthenticatedError")
-    if refused or _CREDENTIALS.search(text):
+    if code not in _KINDS and _CREDENTIALS.search(text):
         return Failure.REFUSED
-    if status:
-        return {"404": Failure.MISSING, "429": Failure.THROTTLED, "503": Failure.THROTTLED}.get(
-            status, Failure.FAILED
-        )
-    if raised == "FileNotFoundError":
-        return Failure.MISSING
-    if _TIMED_OUT.search(text):
+    for known in (code, raised, status):
+        if known in _KINDS:
+            return _KINDS[known]
+    if _TIMED_OUT.search(text) and not status:
         return Failure.TIMED_OUT
-    return Failure.UNREACHABLE if "HTTP error" in text else Failure.FAILED
+    return Failure.UNREACHABLE if "HTTP error" in text and not status else Failure.FAILED
 
 
 def _scrubbed(text: str, options: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import chunk_digest, combined, ends_of
+from outlast.checkpoint.content.digest import chunk_digest, chunk_digests, combined
 from outlast.checkpoint.policy.manifest import (
     CHUNK_BYTES,
     COMMIT,
@@ -28,18 +28,19 @@ from outlast.checkpoint.policy.manifest import (
     DOCUMENT_BYTES,
     MANIFEST,
     MANIFEST_BYTES,
-    Manifest,
-    copy_name,
     parse_copy_name,
     place_of,
 )
 from outlast.cluster.lease_file import allowed, wait_for
 from outlast.fields import Damage, DamagedCopy
-from outlast.files import OUTAGE, make_folder, make_private, read_whole
+from outlast.files import OUTAGE, make_folder, make_private, read_whole, sync_folder
+
+Take = Callable[[memoryview], None]
 
 _TEMPORARY = ".tmp-"
 _TRASH = ".trash-"
 _QUARANTINE = "quarantine"
+_REASON = ".reason.json"
 _WRITE_BYTES = 16 << 20
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _LEASE_PATIENCE = 20.0  # seconds; succession of a leader takes five or so
@@ -113,7 +114,7 @@ class CopyFolder:
             read_exactly(descriptor, content, 0, file)
         return bytes(content)
 
-    def stream(self, file: str, nbytes: int | None, take: Callable[[memoryview], None]) -> None:
+    def stream(self, file: str, nbytes: int | None, take: Take) -> None:
         """Give a file's content away in order, in parts; see :meth:`open`."""
         with self.open(file, nbytes) as (descriptor, size):
             for chunk in chunks_of(descriptor, size, file):
@@ -148,16 +149,6 @@ def read_exactly(descriptor: int, target: memoryview, offset: int, file: str) ->
         if got == 0:
             raise DamagedCopy(Damage(file, f"{len(target)} bytes from byte {offset} on", f"{done} bytes"))
         done += got
-
-
-def write_all(descriptor: int, content: memoryview) -> None:
-    """Write bytes to where a descriptor stands.
-
-    Raises:
-        OSError: the file system refused.
-    """
-    while content:
-        content = content[os.write(descriptor, content) :]
 
 
 def chunks_of(descriptor: int, end: int, file: str, begin: int = 0) -> Iterator[memoryview]:
@@ -216,9 +207,9 @@ class DirectoryTier:
         place = self.folder / _QUARANTINE
         found = {}
         for entry in self._entries(place) if place.is_dir() and not place.is_symlink() else ():
-            name = entry.removesuffix(".reason.json")
+            name = entry.removesuffix(_REASON)
             if name.startswith("step-") and name not in found:
-                found[name] = self._reason(place / f"{name}.reason.json")
+                found[name] = self._reason(place / f"{name}{_REASON}")
         return found
 
     def remember(self, name: str, reason: dict[str, Any]) -> None:
@@ -231,7 +222,7 @@ class DirectoryTier:
         """
         self._require_unlinked(_QUARANTINE)
         make_folder(self.folder / _QUARANTINE, self.private)
-        note = f"{name}.memory.reason.json"
+        note = f"{name}.memory{_REASON}"
         with suppress(FileExistsError):
             self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
 
@@ -305,7 +296,7 @@ class DirectoryTier:
         self._require_unlinked()
         if not self.folder.is_dir():
             self.make()
-            _sync(self.folder.parent)
+            sync_folder(self.folder.parent)
         temporary = f"{_TEMPORARY}{name}-{together or uuid.uuid4().hex[:8]}"
         (self.folder / temporary).mkdir(exist_ok=bool(together))
         return temporary
@@ -370,24 +361,47 @@ class DirectoryTier:
         with self.open(temporary) as folder, folder.open(file) as (descriptor, _):
             os.fsync(descriptor)
 
-    def write_chunks(self, temporary: str, file: str, chunks: Iterable[memoryview]) -> str:
-        """Write a new file from its chunks into a temporary folder, down to the disk, and return its digest.
+    def receive(self, temporary: str, file: str, deliver: Callable[[Take], object]) -> str:
+        """Write a new file into a temporary folder, down to the disk, and return its digest.
+
+        Args:
+            temporary: name of the folder.
+            file: its name there.
+            deliver: calls what it is given with the parts of the file, of any size, in order.
 
         Raises:
             OSError: the file system refused; the message names the file.
         """
         path, digests = self.folder / temporary / file, bytearray()
+        rest = b""  # of a chunk that is not complete
+
+        def take(part: memoryview) -> None:
+            nonlocal rest
+            content = memoryview(rest + part) if rest else part
+            whole = len(content) - len(content) % CHUNK_BYTES
+            digests.extend(chunk_digests(content[:whole]))
+            rest = bytes(content[whole:])
+            with _naming(path):
+                while part:
+                    part = part[os.write(descriptor, part) :]
+
         descriptor = self._create(temporary, file)
         try:
-            for chunk in chunks:
-                digests += chunk_digest(chunk)
-                with _naming(path):
-                    write_all(descriptor, chunk)
+            deliver(take)
             with _naming(path):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return combined(bytes(digests))
+        return combined(bytes(digests) + chunk_digests(rest))
+
+    def write_chunks(self, temporary: str, file: str, chunks: Iterable[memoryview]) -> str:
+        """Write a new file from its chunks; see :meth:`receive`."""
+
+        def deliver(take: Take) -> None:
+            for chunk in chunks:
+                take(chunk)
+
+        return self.receive(temporary, file, deliver)
 
     def add(self, name: str, *groups: Mapping[str, memoryview | bytes]) -> None:
         """Write a copy and commit it; of groups of files each is on the disk before the next one is written.
@@ -411,28 +425,16 @@ class DirectoryTier:
                 self.discard(temporary)
             raise
 
-    def seal(self, temporary: str, manifest: Manifest) -> str:
-        """Write manifest and COMMIT, commit the copy that they belong to, and return its name.
-
-        Raises:
-            OSError: the file system refused; the copy may be complete under its name all the same.
-            StaleGeneration: see :meth:`commit`.
-        """
-        self.write(temporary, ends_of(manifest))
-        name = copy_name(manifest.step, manifest.generation)
-        self.commit(temporary, name)
-        return name
-
     def commit(self, temporary: str, name: str) -> None:
         """Give a complete temporary folder its name, down to the disk.
 
         Raises:
             StaleGeneration: this node may not, and did not come to: the job goes on elsewhere.
         """
-        _sync(self.folder / temporary)
+        sync_folder(self.folder / temporary)
         wait_for(self._lease, place_of(name)[1], _LEASE_PATIENCE)
         os.rename(self.folder / temporary, self.folder / name)
-        _sync(self.folder)
+        sync_folder(self.folder)
 
     def discard(self, name: str) -> None:
         """Remove a folder, committed or temporary; a committed one vanishes at once."""
@@ -489,7 +491,7 @@ class DirectoryTier:
         place = self.folder / _QUARANTINE
         place.mkdir(exist_ok=True)
         aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in self._entries(place) else name
-        note = f"{aside}.reason.json"
+        note = f"{aside}{_REASON}"
         try:
             (place / note).unlink(missing_ok=True)
             self.write(_QUARANTINE, {note: json.dumps(reason, indent=1).encode() + b"\n"})
@@ -497,9 +499,21 @@ class DirectoryTier:
         except OSError:
             (place / note).unlink(missing_ok=True)
             raise
-        _sync(place)
-        _sync(self.folder)
+        sync_folder(place)
+        sync_folder(self.folder)
         return aside
+
+    def take_back(self, aside: str, name: str) -> None:
+        """Move a copy out of the quarantine, and remove its reason.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        place = self.folder / _QUARANTINE
+        os.rename(place / aside, self.folder / name)
+        (place / f"{aside}{_REASON}").unlink(missing_ok=True)
+        sync_folder(self.folder)
+        sync_folder(place)
 
 
 def _write(descriptor: int, content: memoryview, hold: Callable[[int], object]) -> None:
@@ -543,11 +557,3 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.digest import row_of
+from outlast.checkpoint.content.digest import ends_of, row_of
 from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor, share_of_processors
 from outlast.checkpoint.content.rank_file import contents_of
@@ -112,6 +112,7 @@ def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) 
 _SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
 _WRAPPED = "module."  # what DDP puts before every name
 _REST = "rest"
+_GENERATION = 0  # of an imported copy: older than what the run writes itself
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message about what it did not unpickle
 
 
@@ -138,15 +139,11 @@ class Origin:
         run_id: the run that will load it.
         step: completed steps.
         kinds: the type of each optimizer and scheduler, by name: {"optimizer": "AdamW"}.
-        cursor: where in the data the next step reads.
-        generation: older than what the run writes itself.
     """
 
     run_id: str
     step: int
     kinds: dict[str, str] = field(default_factory=dict)
-    cursor: object = None
-    generation: int = 0
 
 
 def export_hugging_face(
@@ -471,7 +468,7 @@ def _objects(content: Any, into: str) -> dict[str, object]:
 
 def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object]) -> str:
     """Write a copy of a world of one rank and return its name."""
-    name = copy_name(origin.step, origin.generation)
+    name = copy_name(origin.step, _GENERATION)
     if name in tier.names():
         raise UsageError(f"{name} is in {tier.folder} already; nothing was written")
     unknown = origin.kinds.keys() - contents.keys()
@@ -479,24 +476,21 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
         raise UsageError(f"no object is called {some(unknown)}; there are {some(contents, 10)}")
     random = derived_random(f"{origin.run_id}:{origin.step}", {})
     captured = take_apart(contents, dict(origin.kinds), random)
-    identity = Identity(origin.run_id, origin.generation, 0, 1)
+    identity = Identity(origin.run_id, _GENERATION, 0, 1)
     image = make_image(captured, origin.step, identity, Staging())
-    temporary = tier.begin(name)
-    try:
+    with tier.writing(name) as temporary:
         manifest = Manifest(
             run_id=origin.run_id,
-            generation=origin.generation,
+            generation=_GENERATION,
             step=origin.step,
             world_size=1,
             parallelism={},
-            cursor=Encoder().encode(origin.cursor, ("cursor",)),
+            cursor=Encoder().encode(None, ("cursor",)),
             created=SystemClock().wall(),
             **write_rank_files(tier, temporary, image, identity),
         )
-        return tier.seal(temporary, manifest)
-    except OSError:
-        tier.discard(temporary)
-        raise
+        tier.write(temporary, ends_of(manifest))
+    return name
 
 
 def write_rank_files(tier: DirectoryTier, temporary: str, image: Image, identity: Identity) -> dict[str, Any]:

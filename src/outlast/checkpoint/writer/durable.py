@@ -7,12 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
     COMMIT,
@@ -23,9 +23,10 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
 )
 from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.tiers import remote
 from outlast.checkpoint.tiers.inventory import holds, read_manifest, require_bytes
 from outlast.checkpoint.tiers.memory_folder import Members
-from outlast.checkpoint.tiers.remote import Remote, content_of
+from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, StaleGeneration
 from outlast.fields import DamagedCopy
@@ -152,7 +153,7 @@ def write_part(
         for entry in manifest.of_shared(shared)
     }
     contents = {}
-    with source.open(name) as here, target.open(temporary) as there, ExitStack() as stack:
+    with source.open(name) as here, target.open(temporary) as there:
         for entry in manifest.needed():
             if entry in others:
                 continue
@@ -162,7 +163,7 @@ def write_part(
             if found:
                 require_bytes(here, entry)
             (target.folder / temporary / entry.name).unlink(missing_ok=True)
-            contents[entry.name] = stack.enter_context(content_of(source.folder / name / entry.name))
+            contents[entry.name] = content_of(source.folder / name / entry.name)
         link_or_write(name, source, target, temporary, contents)
 
 
@@ -213,7 +214,8 @@ def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, comple
         temporary = target.begin(name, manifest.session)
         for file in (MANIFEST, COMMIT):
             (target.folder / temporary / file).unlink(missing_ok=True)
-        target.seal(temporary, whole)
+        target.write(temporary, ends_of(whole))
+        target.commit(temporary, name)
     return complete.nbytes
 
 
@@ -255,8 +257,7 @@ class Ahead:
         self._target = target
         self._small = [file for one in files for file in (one.digests, one.document)]
         self._sealed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        with ExitStack() as stack:
-            self._tensors = {file: stack.enter_context(content_of(folder / file)) for file, *_ in files}
+        self._tensors = {file: content_of(folder / file) for file, *_ in files}
 
     def settle(self, sealed: bool) -> None:
         """Set whether the copy in memory is complete; called once, at any time."""
@@ -393,14 +394,14 @@ class Uploads:
 
     def _upload(self, name: str, avoid: tuple[str, ...]) -> int:
         members = self._members
-        remote = Remote(self._url, members.global_options)
-        nbytes = remote.put(name, self._source)
+        tier = remote.tier_of(self._url, members.global_options)
+        nbytes = remote.put(tier, name, self._source)
         ours: dict[str, str | None] = {}
-        for one in remote.names():
+        for one in tier.names():
             with contextlib.suppress(DamagedCopy, CheckpointMismatch):
-                manifest = remote.manifest(one)
+                manifest = remote.manifest_of(tier, one)
                 if manifest.run_id == members.run_id:  # retention neither counts nor removes another's
                     ours[one] = manifest.began
         for removal in removals(ours, members.keep_last_n, {name}, avoid, members.keep_ancestors):
-            remote.tier.discard(removal.name)
+            tier.discard(removal.name)
         return nbytes

@@ -89,13 +89,12 @@ def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int, threads:
 
 
 def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> _Sealed:
-    with content_of(folder / names.tensors) as view:
-        nbytes = len(view)
-        digests = digests_of(view, threads)
+    view = content_of(folder / names.tensors)
+    digests = digests_of(view, threads)
     (folder / names.digests).write_bytes(digests)
     document = stage.read(folder / names.document)
     fields = Fields.parse(names.document, document)
-    return _Sealed(names, row_of(nbytes, digests, document, *place_in_meshes(fields)), fields)
+    return _Sealed(names, row_of(len(view), digests, document, *place_in_meshes(fields)), fields)
 
 
 def digests_of(view: memoryview, threads: int) -> bytes:
