@@ -14,6 +14,7 @@ import re
 import resource
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -318,7 +319,8 @@ def test_a_memory_folder_in_which_no_saver_began_goes_with_the_next_launch(tmp_p
     left, owned, saved, full = roots
     owner, *others = (own(root)[0] for root in (owned, left, saved, full))
     saver = os.open(saved / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(saver, fcntl.LOCK_EX)
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(saver, fcntl.F_OFD_SETLK, lock)  # as of another process
     MemoryFolder(full).ask_to_flush()
     (left / "members.json").touch()  # of a rank that came when its writer had ended
     MemoryFolder(left).listen().close()  # of a writer that could start no thread

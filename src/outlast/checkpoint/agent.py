@@ -1,16 +1,15 @@
-"""The agent's side of its checkpoint writer: start it, restart it, take its records, let it finish."""
+"""The agent's side of its checkpoint writer: where its memory folder is, and where its records arrive."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import files
 from outlast.checkpoint.policy.manifest import place_of
-from outlast.checkpoint.replica.handshake import Credentials
+from outlast.checkpoint.replica.handshake import NOBODY, Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.writer_process import SaverProcess
 from outlast.errors import NodeUnfit, RunFolderUnusable
@@ -42,8 +41,8 @@ class Trust:
     credentials: Credentials
 
 
-class Saving:
-    """The writer of this node; ``fileno()`` is readable when a record waits.
+class Saving(SaverProcess):
+    """The writer of this node, as the launcher's agent holds it.
 
     Args:
         options: of the launcher.
@@ -54,80 +53,43 @@ class Saving:
 
     Raises:
         RunFolderUnusable: there can be no memory folder.
+        NodeUnfit: no process can be started.
     """
 
     def __init__(
         self, options: LaunchOptions, folder: RunFolder, runtime: Path, run_id: str, trust: Trust | None
     ) -> None:
         config, node = options.config.checkpoints, options.nodes.name if options.nodes.several else ""
-        self._inbox = Inbox(runtime / "saver")
+        self.inbox = Inbox(runtime / "saver")  # takes its records
         own = config.non_persistent_local_ckpt_dir
         bases = (own,) if own else ("", str(runtime.parent), tempfile.gettempdir())
         roots = [default_root(run_id, folder.root, node, base) for base in bases]
-        self.root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
+        root = next((root for root in roots if _is_private(root)), roots[len(roots) // 2])
         try:
-            MemoryFolder(self.root).make()
+            MemoryFolder(root).make()
         except (OSError, RunFolderUnusable) as error:
-            what = f"{self.root}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            what = f"{root}: {error.strerror}" if isinstance(error, OSError) else str(error)
             raise RunFolderUnusable(
                 f"memory folder {what}; nothing was started; non_persistent_local_ckpt_dir in"
                 " [checkpoints] names another place for it"
             ) from error
         try:
-            folder.note_memory(self.root)
+            folder.note_memory(root)
         except RunFolderUnusable:
             with suppress(OSError):  # there were states in it before
-                self.root.rmdir()
+                root.rmdir()
             raise
-        path = "" if trust is None else str(trust.lease)
-        known = Credentials() if trust is None else trust.credentials
-        self._process = SaverProcess(self.root, str(self._inbox.path), folder.events, known, path)
-        try:
-            self._process.ensure()
-        except OSError as error:
-            why = cannot_start("the checkpoint writer", error)
-            raise NodeUnfit(f"{why}; nothing was started") from error
-
-    @property
-    def path(self) -> Path:
-        """The file of the socket that takes its records."""
-        return self._inbox.path
-
-    def bind_again(self) -> None:
-        """Listen for records once more, after the socket's file was removed.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self._inbox.bind_again()
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._inbox.fileno()
-
-    @property
-    def pid(self) -> int:
-        """The writer's process, 0 when there is none."""
-        return self._process.pid
-
-    def lines(self) -> Iterator[str]:
-        """Yield the records that have arrived."""
-        return self._inbox.lines()
+        known, lease = (NOBODY, "") if trust is None else (trust.credentials, str(trust.lease))
+        super().__init__(root, str(self.inbox.path), folder.events, known, lease)
+        if trouble := self.tend():
+            raise NodeUnfit(f"{trouble}; nothing was started")
 
     def tend(self) -> str:
         """See to it that the writer runs; return what is to be said about it, if anything."""
         try:
-            return self._process.ensure()
+            return self.ensure()
         except OSError as error:
             return cannot_start("the checkpoint writer", error)
-
-    def hang_up(self) -> None:
-        """Say that the job is over."""
-        self._process.hang_up()
-
-    def finished(self) -> bool:
-        """Return whether the writer has ended by itself; one that is killed before that is replaced."""
-        return self._process.finished()
 
     def unsaved(self) -> str:
         """Return what to report of a state that the writer has left in memory; empty: there is none."""
@@ -146,7 +108,7 @@ class Saving:
 
     def close(self) -> None:
         """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""
-        self._process.hang_up()
-        if not self._process.ended():
-            self._process.kill()
-        self._inbox.close()
+        self.hang_up()
+        if not self.ended():
+            self.kill()
+        self.inbox.close()

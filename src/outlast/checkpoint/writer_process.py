@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ BELL = "bell"  # a socket there that wakes the writer
 _OWNERS = "owners"
 _LOCK = "lock"
 _BYTES = 1 << 62
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _PATIENCE, _LOOK = 60.0, 0.01
 
 
@@ -127,7 +128,7 @@ def _remove_unused(root: Path) -> None:
         descriptor = _opened(root)
         try:
             alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
-            if alone and not is_locked(root / _LOCK):
+            if alone and not lock_holder(root / _LOCK):
                 for path in root.iterdir():
                     path.unlink()
                 root.rmdir()
@@ -135,19 +136,18 @@ def _remove_unused(root: Path) -> None:
             os.close(descriptor)
 
 
-def is_locked(lock: files.AnyPath) -> bool:
-    """Say whether another process holds a file's lock (flock); a missing file is not locked."""
+def lock_holder(lock: files.AnyPath) -> int:
+    """Return the process that holds a file's lock (fcntl); 0: none; -1: one that cannot be seen from here."""
     try:
         descriptor = files.open_private(lock)
     except FileNotFoundError:
-        return False
+        return 0
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        found = fcntl.fcntl(descriptor, fcntl.F_GETLK, _range(0, 0))
     finally:
         os.close(descriptor)
-    return False
+    kind, *_, pid = struct.unpack(_FLOCK, found)
+    return 0 if kind == fcntl.F_UNLCK else pid or -1
 
 
 def is_of(path: Path, descriptor: int) -> bool:
@@ -179,7 +179,7 @@ def _but(byte: int) -> Iterator[bytes]:
 
 
 def _range(start: int, length: int) -> bytes:
-    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
 
 
 _PROGRAM = (  # without the folder of the owner's script, whose modules must not shadow any of ours
@@ -189,8 +189,32 @@ _PROGRAM = (  # without the folder of the owner's script, whose modules must not
 _TRIES = 5  # starts of a writer that ended within _SHORT seconds, in a row
 _SHORT = 10.0
 _KILL_PATIENCE = 5.0
-_STOPPED = 10.0  # seconds for which a writer may be stopped
+STILL = 10.0  # seconds for which a writer may stand still; one that lives looks around every 0.5 s
 _LOOK_AT_STATE = 1.0
+
+
+class Standstill:
+    """Finds that a process has not moved for :data:`STILL` seconds.
+
+    Args:
+        look: returns what stays the same while it stands still; None: it moves.
+    """
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._seen: object = None
+        self._since, self._looked_at = 0.0, -_LOOK_AT_STATE
+
+    def over(self, now: float) -> bool:
+        """Return whether it stood still until now for that long; after a True it is watched anew."""
+        if now < self._looked_at + _LOOK_AT_STATE:
+            return False
+        self._looked_at, seen = now, self._look()
+        still = seen is not None and seen == self._seen
+        over = still and now > self._since + STILL
+        if over or not still:
+            self._seen, self._since = seen, now
+        return over
 
 
 class SaverProcess:
@@ -212,14 +236,13 @@ class SaverProcess:
         credentials: Credentials = NOBODY,
         lease: str = "",
     ) -> None:
+        self.root = root
         self._credentials = credentials
-        self._arguments = (str(root), control, str(events), lease)
+        self._arguments = (control, str(events), lease)
         self._process: Child | None = None
         self._pipe = self._owned = -1
         self._started = 0.0
         self._short = 0
-        self._tries_to_finish = 0
-        self._looked_at = self._stopped_since = 0.0
         self._killed = False
 
     @property
@@ -233,54 +256,56 @@ class SaverProcess:
         Raises:
             OSError: no process can be started.
         """
-        process = self._process
-        if process is not None and process.poll() is None:
-            self._end_stopped(process)
+        if self._process is None:
+            self._start()
             return ""
-        why = ""
-        if process is not None:
-            self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
-            if self._short >= _TRIES:
-                return ""
-            how = f"was stopped for {_STOPPED:.0f} s and killed" if self._killed else "ended"
-            why = f"the checkpoint writer {how}; another one continues with what is staged"
-            self.hang_up()
-            process.close()
-        self._start()
-        return why
+        how = f"was stopped for {STILL:.0f} s and killed" if self._killed else "ended"
+        if self._runs(self._process) or not self._start_again(self._process):
+            return ""
+        return f"the checkpoint writer {how}; another one continues with what is staged"
 
-    def _end_stopped(self, process: Child) -> None:
-        """Kill a writer that somebody has stopped (SIGSTOP) and nobody continues: ranks wait for it."""
-        now = time.monotonic()
-        if now < self._looked_at + _LOOK_AT_STATE:
-            return
-        self._looked_at = now
-        if state_of(process.pid) != "T":
-            self._stopped_since = 0.0
-        elif not self._stopped_since:
-            self._stopped_since = now
-        elif now > self._stopped_since + _STOPPED:
+    def _runs(self, process: Child) -> bool:
+        """Return whether it runs; kill it if somebody has stopped it (SIGSTOP): ranks wait for it."""
+        if process.poll() is not None:
+            return False
+        if self._stopped.over(time.monotonic()):
             self._killed = process.send(signal.SIGKILL)
+        return True
+
+    def _start_again(self, process: Child) -> bool:
+        """Start another one in place of one that has ended; return whether it may be tried.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._short = self._short + 1 if time.monotonic() - self._started < _SHORT else 0
+        if self._short >= _TRIES:
+            return False
+        self._let_go()
+        process.close()
+        self._start()
+        return True
 
     def _start(self) -> None:
-        self._stopped_since, self._killed = 0.0, False
-        root, *rest = self._arguments
-        self._owned, byte = own(Path(root))
+        self._killed = False
+        self._owned, byte = own(self.root)
         reader, self._pipe = os.pipe2(os.O_CLOEXEC)
         secret, told = os.pipe2(os.O_CLOEXEC)
         self._started = time.monotonic()
+        words = map(str, (self.root, reader, byte, *self._arguments))
         try:
-            self._process = Child(
+            process = self._process = Child(
                 start(
-                    [sys.executable, "-c", _PROGRAM, root, str(reader), str(byte), *rest],
+                    [sys.executable, "-c", _PROGRAM, *words],
                     stdin=secret,
                     pass_fds=[reader],
                     start_new_session=True,
                 )
             )
-            self._process.pidfd = set_apart(self._process.pidfd)
+            self._stopped = Standstill(lambda: True if state_of(process.pid) == "T" else None)
+            process.pidfd = set_apart(process.pidfd)
         except OSError:
-            self.hang_up()
+            self._let_go()
             os.close(told)
             raise
         finally:
@@ -291,6 +316,10 @@ class SaverProcess:
 
     def hang_up(self) -> None:
         """Say that the job is over: it brings the newest staged state to disk, cleans up and ends."""
+        self._short = 0
+        self._let_go()
+
+    def _let_go(self) -> None:
         for descriptor in (self._owned, self._pipe):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -301,23 +330,18 @@ class SaverProcess:
         process = self._process
         if process is None:
             return True
-        if process.poll() is None:
-            self._end_stopped(process)
+        if self._runs(process):
             return False
         if process.exit_code is not None and process.exit_code >= 0:
             if process.exit_code:  # it could not begin: there were too many processes, for one
-                _remove_unused(Path(self._arguments[0]))
+                _remove_unused(self.root)
             return True
-        self._tries_to_finish += 1
-        if self._tries_to_finish > _TRIES:
-            return True
-        process.close()
         try:
-            self._start()
+            again = self._start_again(process)
         except OSError:
             return True
-        self.hang_up()
-        return False
+        self._let_go()
+        return not again
 
     def ended(self) -> bool:
         """Say whether it has."""

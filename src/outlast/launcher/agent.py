@@ -204,7 +204,7 @@ class Agent:
         return health, telemetry, Planned(self._node, several, requests, self._agreements, self.note)
 
     def _listen(self) -> None:
-        for source in (self._signals, self._inbox, self._saving, self._reentries, self._terminals):
+        for source in (self._signals, self._inbox, self._saving.inbox, self._reentries, self._terminals):
             self._selector.register(source, selectors.EVENT_READ, source)
         self._torchelastic.listen(self._selector)
         self._telemetry.listen(self._selector)
@@ -327,7 +327,7 @@ class Agent:
             if source is self._signals:
                 for number in self._signals.taken():
                     self._report(StopRequested(number))
-            elif source is self._inbox or source is self._saving:
+            elif source is self._inbox or source is self._saving.inbox:
                 self._read_inbox()
             elif source is self._spawner:
                 self._begun(self._spawner.answers())
@@ -469,7 +469,7 @@ class Agent:
     def _keep_runtime_folder(self) -> bool:
         """Make again what a cleaner of temporary files has removed of it; return whether it is there."""
         self._looked_at_runtime = time.monotonic()
-        sources = {one.path: one for one in (self._inbox, self._saving, self._reentries)}
+        sources = {one.path: one for one in (self._inbox, self._saving.inbox, self._reentries)}
         lost = [path for path in (*sources, *self._shared_files) if not path.exists()]
         if not lost:
             return True
@@ -521,7 +521,7 @@ class Agent:
 
     def _read_inbox(self) -> None:
         reported = self._journal.take(self._inbox.lines(), self._number)
-        for record in (*reported, *self._journal.take(self._saving.lines(), None)):
+        for record in (*reported, *self._journal.take(self._saving.inbox.lines(), None)):
             if isinstance(record, Saved):
                 self._health.saved(record.step, record.seconds)
                 self._report(CommitSeen(record.step, record.checkpoint))

@@ -51,7 +51,7 @@ def finish_saving(
         for key, _ in selector.select(_LOOK_EVERY):
             if key.data is signals and signals.insist():
                 deadline = 0.0
-            elif key.data is saving:
+            elif key.data is saving.inbox:
                 read()
         if time.monotonic() > told_at:
             told_at = math.inf

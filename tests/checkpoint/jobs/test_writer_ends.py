@@ -19,10 +19,10 @@ from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, copy_
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer import predecessor
-from outlast.checkpoint.writer.predecessor import STILL, Predecessor, holder
+from outlast.checkpoint.writer import __main__ as writer_main
+from outlast.checkpoint.writer.__main__ import Predecessor
 from outlast.checkpoint.writer.sealing import seal
-from outlast.checkpoint.writer_process import own
+from outlast.checkpoint.writer_process import STILL, lock_holder, own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
 from outlast.ipc.processes import state_of
@@ -310,7 +310,7 @@ def test_a_saver_that_is_stopped_and_whose_owner_has_gone_is_ended_by_the_next(p
 
 HOLDER = """
 import fcntl, os, sys, time
-fcntl.flock(os.open(sys.argv[1] + "/lock", os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
+fcntl.lockf(os.open(sys.argv[1] + "/lock", os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
 print(flush=True)
 while True:
     time.sleep(0.001)
@@ -331,7 +331,7 @@ def test_only_a_writer_that_stands_still_without_an_owner_is_ended(
     tmp_path: Path, who: str, ended: bool, reported: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if who == "in the kernel":  # SIGKILL does not end it
-        monkeypatch.setattr(predecessor, "kill_if", lambda pid, is_meant: is_meant(pid))
+        monkeypatch.setattr(writer_main, "kill_if", lambda pid, is_meant: is_meant(pid))
     root = tmp_path / "memory"
     first, _ = own(root)
     owner, byte = own(root)
@@ -347,7 +347,7 @@ def test_only_a_writer_that_stands_still_without_an_owner_is_ended(
                 os.close(first)
             reports: list[str] = []
             found = Predecessor(root, root / "lock", byte, reports.append)
-            assert holder(root / "lock") == process.pid
+            assert lock_holder(root / "lock") == process.pid
             for now in (0.0, 5.0, STILL + 1, 2 * STILL, 3 * STILL, 4 * STILL):
                 before = switches(process.pid)
                 found.look(now)
@@ -356,7 +356,7 @@ def test_only_a_writer_that_stands_still_without_an_owner_is_ended(
             assert len(reports) == reported
             if ended:
                 assert process.wait(DEADLINE) == -signal.SIGKILL
-                assert holder(root / "lock") == 0
+                assert lock_holder(root / "lock") == 0
             assert (process.poll() is not None) == ended
         finally:
             process.kill()

@@ -39,7 +39,7 @@ from outlast.checkpoint.save.rendezvous import (
 from outlast.checkpoint.save.sharing import Sharing, compare, digesters
 from outlast.checkpoint.save.staging import Order, RankLayout, Stager
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
-from outlast.checkpoint.writer_process import is_locked
+from outlast.checkpoint.writer_process import lock_holder
 from outlast.errors import CheckpointError, SaveFailed
 from outlast.files import when_there_is_room
 from outlast.ports import Exchange
@@ -215,7 +215,7 @@ class Engine:
             self._waits_told = True
             around = self._around
             why = f"the disk is slow ({around.tier.folder})"
-            if not is_locked(self._memory.lock):
+            if not lock_holder(self._memory.lock):
                 why = f"no checkpoint writer is at work in {self._memory.root}"
             around.record(
                 Note,

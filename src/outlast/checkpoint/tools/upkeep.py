@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.trust import Trust
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.tools.listing import QUARANTINE, Entry, Item, Target, items, look
-from outlast.checkpoint.writer_process import is_locked
+from outlast.checkpoint.writer_process import lock_holder
 from outlast.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -83,7 +83,7 @@ def changing(target: Target) -> Iterator[None]:
         ) from error
     try:
         memory = _memory_of(target)
-        if memory is not None and is_locked(memory.lock):
+        if memory is not None and lock_holder(memory.lock):
             raise RunFolderBusy(
                 f"run folder {root}: the run has ended and its checkpoint writer still writes; nothing was"
                 " changed; try again in a moment"

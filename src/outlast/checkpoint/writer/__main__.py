@@ -14,16 +14,17 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from outlast import files
 from outlast.checkpoint.replica.handshake import CREDENTIALS_BYTES, Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.writer.committer import NICENESS
-from outlast.checkpoint.writer.predecessor import Predecessor
 from outlast.checkpoint.writer.service import Service
-from outlast.checkpoint.writer_process import Owner, is_of
+from outlast.checkpoint.writer_process import STILL, Owner, Standstill, is_of, lock_holder, others_own
 from outlast.ipc.control import Reporter
+from outlast.ipc.processes import cpu_seconds, kill_if, start_ticks
 from outlast.observe.policy import codec
 from outlast.observe.recorder import Recorder
 from outlast.recovery.policy.events import Note, Record
@@ -32,6 +33,8 @@ IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --asyn
 _BEST_EFFORT = 2
 OOM_SCORE, _MOST_OOM_SCORE = 500, 1000  # thousandths of all memory
 PREDECESSOR_PATIENCE = 600.0
+_FILE_BYTES = 1 << 16  # of a file of /proc
+_PROGRAM = b"outlast.checkpoint.writer"
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -101,6 +104,86 @@ def _step_back() -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT << 13 | IO_PRIORITY)
 
 
+class Predecessor:
+    """An earlier checkpoint writer that holds the memory folder's lock, and whose owner has gone.
+
+    Its owner replaced it if it was stopped. Nobody else does that, and the ranks wait for the writer that
+    waits for the lock. One that does not run at all (stopped, in a frozen control group, in a call that the
+    kernel does not end) is killed; what it was to save is in the folder, and its successor saves it.
+
+    Args:
+        root: the memory folder.
+        lock: the file.
+        byte: of the owner of the writer that waits; while there are others, nothing is killed.
+        report: takes a sentence for the user.
+    """
+
+    def __init__(self, root: Path, lock: Path, byte: int, report: Callable[[str], None]) -> None:
+        self._root, self._lock, self._byte = root, lock, byte
+        self._report = report
+        self._still = Standstill(self._identity)
+        self._seen = (0, 0)
+        self._killed, self._reported = 0, False
+
+    def _identity(self) -> object:
+        pid = lock_holder(self._lock)
+        activity = _activity(pid) if pid > 0 else None
+        self._seen = pid, start_ticks(pid)
+        return None if activity is None else (*self._seen, activity)
+
+    def look(self, now: float) -> None:
+        """Kill it if it has not run for :data:`STILL` seconds; report one that does not end for that long."""
+        if not self._still.over(now):
+            return
+        pid, began = self._seen
+
+        def is_meant(one: int) -> bool:
+            return (
+                start_ticks(one) == began and _is_writer(one, self._root) and lock_holder(self._lock) == one
+            )
+
+        if pid == self._killed:
+            if not self._reported:
+                self._reported = True
+                self._report(
+                    f"the checkpoint writer of an earlier start (pid {pid}) was killed and does not end: it"
+                    " is in a frozen control group, or in a call to a disk that does not answer; this start"
+                    f" waits for it, as it holds {self._lock}"
+                )
+        elif not others_own(self._root, self._byte) and kill_if(pid, is_meant):
+            self._killed = pid
+            self._report(
+                f"the checkpoint writer of an earlier start (pid {pid}) did not run for {STILL:.0f} s and was"
+                " killed; this one continues with what is staged"
+            )
+
+
+def _activity(pid: int) -> tuple[float, int] | None:
+    """Return what changes whenever a thread of a process runs; None: one waits for a processor now."""
+    switches = 0
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+                for line in file.read(_FILE_BYTES).splitlines():
+                    name, _, value = line.partition(b":")
+                    if name == b"State" and value.split()[:1] == [b"R"]:
+                        return None
+                    if name.endswith(b"voluntary_ctxt_switches"):
+                        switches += int(value)
+    return cpu_seconds(pid), switches
+
+
+def _is_writer(pid: int, root: Path) -> bool:
+    """Say whether a process of this account was started as the writer of a memory folder."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
+            words = file.read(_FILE_BYTES).split(b"\0")
+        own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+    except OSError:
+        return False
+    return own and os.fsencode(root) in words and any(_PROGRAM in word for word in words)
+
+
 def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) -> int:
     """Take the folder's lock; wait for an older writer first. -1: it did not end in time.
 
@@ -117,7 +200,7 @@ def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) ->
             time.sleep(0.02)
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_of(folder.lock, lock):
                 return lock
         except OSError:

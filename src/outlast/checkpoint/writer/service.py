@@ -65,13 +65,13 @@ class Service:
         before = folder.status()
         self._port = 0 if before is None else before.port
         self._server: PeerServer | None = None
-        self._said = Status(os.getpid())
+        self._said: Status | None = None
         self._over = False
         self._until = 0.0
-        self._unsaid, self._hindrance = True, ""
         self._refusal = ""  # of a file system, at the last look
         self._reports_since, self._reports = -_REPORTS_EVERY, 0
-        self._publish()
+        with contextlib.suppress(OSError):  # the first look tries again
+            self._publish(Status(os.getpid()))
 
     def run(self) -> None:
         """Serve; return when the owner has gone and the newest of what was staged is on disk.
@@ -144,7 +144,7 @@ class Service:
             return time.monotonic() > self._until + (committer.members.patience if waits else 0.0)
 
     def _committer_of(self, members: Members) -> CopyCommitter:
-        status = self._said if self._committer is None else self._committer.status
+        status = Status(os.getpid()) if self._committer is None else self._committer.status
         if self._committer is not None:
             if self._committer.members.stage != members.stage:
                 self._leave(self._committer)
@@ -176,12 +176,10 @@ class Service:
         except BadSecurity as error:
             self._note(str(error))
             return 0
-        if self._server is None:
-            try:
-                self._server = self._open(party, self._port)
-            except OSError:  # the port of the writer before this one is taken
+        for port in (self._port, 0):  # that of the writer before this one may be taken
+            if self._server is None:
                 with contextlib.suppress(OSError):
-                    self._server = self._open(party, 0)
+                    self._server = self._open(party, port)
         if self._server is None:
             return 0
         self._server.party = party
@@ -272,27 +270,18 @@ class Service:
             if committer is None or not known:
                 committer = self._committer = self._committer_of(said)
             committer.members = said
-        if self._committer is None:
+        committer = self._committer
+        if committer is None:
+            self._publish(Status(os.getpid()))
             return
         if self._folder.asked_to_flush():
-            self._committer.flush("the job is about to end")
-        try:
-            self._committer.look()
-        finally:
-            if self._committer.status != self._said:
-                self._said, self._unsaid = self._committer.status, True
-            self._publish()
-        self._committer.tidy()
+            committer.flush("the job is about to end")
+        with contextlib.ExitStack() as stack:  # each is done although one before it fails
+            stack.callback(committer.tidy)
+            stack.callback(lambda: self._publish(committer.status))
+            committer.look()
 
-    def _publish(self) -> None:
-        """Write this writer's status; if the folder refuses that, it is tried again later."""
-        if not self._unsaid:
-            return
-        try:
-            self._folder.publish(self._said)
-            self._unsaid, self._hindrance = False, ""
-        except OSError as error:
-            if self._hindrance != str(error):
-                why = f"the checkpoint writer cannot tell the ranks how far it is, and tries again: {error}"
-                self._note(why)
-            self._hindrance = str(error)
+    def _publish(self, status: Status) -> None:
+        if status != self._said:
+            self._folder.publish(status)
+            self._said = status
