@@ -167,12 +167,12 @@ def half(copy: Any, rank: int, sizes: Sequence[int]) -> None:
     world = World(copy, read_manifest(copy, NAME)[0])
     fewer = (sizes[0] // 2, *sizes[1:])
     splits = [split for _, split in splits_of(fewer, place_of(rank, fewer))]
-    for key in world.keys:
-        shape = world.shape(key)
+    for key, form in world.forms.items():
+        shape = form.shape
         wanted = part_of(shape, splits) if shape else Part.whole(shape)
         for _, sources in world.held(key, wanted):
             world.entry(key, sources[rank % len(sources)])
-    world.pairs(world.keys, rank, math.prod(fewer))
+    world.pairs(world.forms, rank, math.prod(fewer))
 
 
 def commit(manifest: Manifest, reports: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.content.format import Staging, make_image
 from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
 from outlast.checkpoint.load import reshard
+from outlast.checkpoint.load.landing import land
 from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, expanded, runs_of
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -47,9 +48,8 @@ def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | Non
         identity = Identity("run-a", 2, rank, ranks, layout)
         received = reshard.open_part(copy, NAME, commit, identity, state)
         require_fit(state, received.saved, received.kinds, received.parameters)
-        landing = received.fill(copy, state)
-    if landing is not None:
-        landing.land()
+        received.fill()
+    land(state, received.saved, 1, received.views)
     apply(state, received.saved, received.random, received.parameters)
     return received
 

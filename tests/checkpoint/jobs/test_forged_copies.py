@@ -140,6 +140,6 @@ def test_any_change_ends_so_for_ranks_of_another_world(
     with DirectoryTier(folder).open(NEW) as copy:
         try:
             _, commit = read_manifest(copy, NEW)
-            open_part(copy, NEW, commit, Identity("run-a", 2, 0, 2), Job(77).state).fill(copy, Job(77).state)
+            open_part(copy, NEW, commit, Identity("run-a", 2, 0, 2), Job(77).state).fill()
         except (DamagedCopy, CheckpointMismatch):
             pass

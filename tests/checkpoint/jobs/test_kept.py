@@ -72,7 +72,7 @@ def test_ranks_of_another_world_get_the_memory_order(tmp_path: Path) -> None:
     with DirectoryTier(tmp_path).open(name) as folder:
         _, commit = read_manifest(folder, name)
         received = open_part(folder, name, commit, Identity("run-a", 2, 1, 2), other.state)
-        received.fill(folder, other.state)
+        received.fill()
     for saved, live in zip(
         received.saved["optimizer"]["state"].values(), first.optimizer.state.values(), strict=True
     ):

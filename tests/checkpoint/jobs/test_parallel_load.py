@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.checkpoint.load import parallel, reading
+from outlast.checkpoint.load import parallel, reading, reshard
 from outlast.checkpoint.load.parallel import ParallelLoad, part_of
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, copy_name, is_shared
 from outlast.checkpoint.policy.resolve import CopyState
@@ -78,19 +78,18 @@ class Reads:
         self.whole: list[int] = []
         read = reading.read_verified
 
-        def read_part(
-            folder: Any, entry: Any, digests: Any, target: Any, threads: int, part: Any, reserve: Any
-        ) -> None:
+        def read_part(folder: Any, entry: Any, digests: Any, loan: Any, threads: int, part: Any) -> None:
             self.parts.append(part[1] - part[0])
-            read(folder, entry, digests, target, threads, part, reserve)
+            read(folder, entry, digests, loan, threads, part)
 
-        def read_whole(folder: Any, entry: Any, *rest: Any, reserve: Any) -> None:
-            self.whole += [entry.nbytes] if is_shared(entry.name) else []
-            read(folder, entry, *rest, reserve=reserve)
+        def read_whole(folder: Any, entry: Any, digests: Any, loan: Any, threads: int) -> None:
+            is_read = is_shared(entry.name) and not loan.is_filled
+            self.whole += [entry.nbytes] if is_read else []
+            read(folder, entry, digests, loan, threads)
 
         monkeypatch.setattr(parallel, "_LEAST_BYTES", 1)
         monkeypatch.setattr(parallel, "read_verified", read_part)
-        monkeypatch.setattr(reading, "read_verified", read_whole)
+        monkeypatch.setattr(reshard, "read_verified", read_whole)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,12 @@ def take(folder: Path, wanted: Part, reader: int) -> torch.Tensor:
     with DirectoryTier(folder).open(NAME) as copy:
         world = World(copy, read_manifest(copy, NAME)[0])
         dtype = world.dtype("t")
-        target = reading.reserve({"pad": (Part.whole((3,)), 1), "t": (wanted, dtype.itemsize)})["t"]
-        moves, why = reading.moves_to(target, world.held("t", wanted), reader, partial(world.entry, "t"))
+        pad = (Part.whole((3,)), torch.uint8, None)
+        target = reading.reserve({"pad": pad, "t": (wanted, dtype, None)})["t"]
+        moves, why = world.moves("t", target, reader)
         assert why == ""
         reading.carry_out(copy, world.file, moves, 1 + reader)
-        return target.typed(dtype)
+        return target.tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128], ids=str)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digests, combined
-from outlast.checkpoint.content.memory import allocate, in_threads
+from outlast.checkpoint.content.memory import Loan, allocate, in_threads
 from outlast.checkpoint.load import reading
-from outlast.checkpoint.load.reading import Source, padded, read_verified
+from outlast.checkpoint.load.reading import memory_for, padded, read_verified
 from outlast.checkpoint.load.restorer import Restored, Restorer
 from outlast.checkpoint.policy.manifest import FileEntry, copy_name
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
@@ -41,13 +41,13 @@ def opened(folder: Path) -> Iterator[CopyFolder]:
 
 
 @contextlib.contextmanager
-def reading_from(folder: Path, entry: FileEntry) -> Iterator[reading._File]:
-    with (
-        opened(folder) as copy,
-        copy.open(FILE) as (descriptor, _),
-        reading._opened(descriptor, entry) as file,
-    ):
+def reading_from(folder: Path, entry: FileEntry, digests: bytes) -> Iterator[reading._File]:
+    with opened(folder) as copy, reading._opened(copy, entry, digests, whole=True) as file:
         yield file
+
+
+def private(nbytes: int) -> Loan:
+    return Loan(allocate(nbytes))
 
 
 def write(folder: Path, nbytes: int, dice: random.Random) -> tuple[bytes, FileEntry, bytes]:
@@ -70,10 +70,10 @@ def test_a_file_of_any_size_is_read_whole(nbytes: int, cold: bool, tmp_path: Pat
     content, entry, digests = write(tmp_path, nbytes, random.Random(seed))
     if cold:
         forget(tmp_path / FILE)
-    memory = allocate(padded(nbytes))
+    loan = private(padded(nbytes))
     with opened(tmp_path) as folder:
-        read_verified(folder, entry, digests, memoryview(memory), 2)
-    assert memory[:nbytes] == content
+        read_verified(folder, entry, digests, loan, 2)
+    assert loan.memory[:nbytes] == content
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -86,25 +86,25 @@ def test_the_first_damaged_chunk_is_named(cold: bool, tmp_path: Path, seed: int)
     if cold:
         forget(tmp_path / FILE)
     with opened(tmp_path) as folder, pytest.raises(DamagedCopy, match=r"6291456.*7340032"):
-        read_verified(folder, entry, digests, memoryview(allocate(padded(entry.nbytes))), 2)
+        read_verified(folder, entry, digests, private(padded(entry.nbytes)), 2)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(tmp_path: Path, seed: int) -> None:
-    _, entry, _ = write(tmp_path, 6 << 20, random.Random(seed))
-    with reading_from(tmp_path, entry) as file:
+    _, entry, digests = write(tmp_path, 6 << 20, random.Random(seed))
+    with reading_from(tmp_path, entry, digests) as file:
         os.truncate(tmp_path / FILE, (5 << 20) + 100)
         with pytest.raises(DamagedCopy, match="5242880"):
-            file.read(memoryview(allocate(6 << 20)), 5 << 20, 6 << 20)
+            file.read(memoryview(allocate(1 << 20)), 5 << 20, 6 << 20)
 
 
 def test_a_file_that_refuses_reads_past_the_page_cache_is_read_through_it(tmp_path: Path, seed: int) -> None:
     """O_DIRECT refuses places in memory that are no multiples of the disk's block: EINVAL."""
-    content, entry, _ = write(tmp_path, 6 << 20, random.Random(seed))
+    content, entry, digests = write(tmp_path, 6 << 20, random.Random(seed))
     forget(tmp_path / FILE)
-    target = memoryview(allocate(7 << 20))[1:]
-    with reading_from(tmp_path, entry) as file:
+    target = memoryview(allocate(2 << 20))[1:]
+    with reading_from(tmp_path, entry, digests) as file:
         file.read(target, 1 << 20, 2 << 20)
-    assert bytes(target[1 << 20 : 2 << 20]) == content[1 << 20 : 2 << 20]
+    assert bytes(target[: 1 << 20]) == content[1 << 20 : 2 << 20]
 
 
 @needs_shm
@@ -112,12 +112,12 @@ def test_what_the_page_cache_holds_is_read_from_it(tmp_path: Path, seed: int) ->
     """A tmpfs file is all page cache, whether or not it may be opened past it."""
     with tempfile.TemporaryDirectory(dir=SHM) as name:
         content, entry, digests = write(Path(name), (6 << 20) + 3, random.Random(seed))
-        with reading_from(Path(name), entry) as file:
+        with reading_from(Path(name), entry, digests) as file:
             assert file._direct < 0 or file._holds(0, entry.nbytes)
-        memory = allocate(padded(entry.nbytes))
+        loan = private(padded(entry.nbytes))
         with opened(Path(name)) as folder:
-            read_verified(folder, entry, digests, memoryview(memory), 2)
-        assert memory[: entry.nbytes] == content
+            read_verified(folder, entry, digests, loan, 2)
+        assert loan.memory[: entry.nbytes] == content
 
 
 def test_the_first_failure_is_raised_and_nothing_is_begun_after_it() -> None:
@@ -256,4 +256,4 @@ def test_a_memory_tier_on_disk_is_read_and_not_mapped(tmp_path: Path, seed: int)
         pytest.skip("the temporary folder is in memory, too")
     with DirectoryTier(tmp_path.parent, private=True).open(tmp_path.name) as folder:
         assert folder.is_near(entry.name)
-        assert not Source(folder, entry, lambda *_: None)._mapped
+        assert not memory_for(folder, entry, lambda *_: None).is_filled

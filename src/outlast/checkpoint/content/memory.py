@@ -63,15 +63,17 @@ def allocate(nbytes: int) -> mmap.mmap:
 
 
 class Loan(NamedTuple):
-    """Memory that is lent to a load.
+    """Memory of a load.
 
     Args:
         memory: for a whole file.
         reserve: allocates the pages of a range; called with its begin and size before it is written.
+        is_filled: it has the content of the file already, which is to be verified.
     """
 
     memory: mmap.mmap
-    reserve: Callable[[int, int], object]
+    reserve: Callable[[int, int], object] = lambda *_: None
+    is_filled: bool = False
 
 
 def populate(descriptor: int, memory: mmap.mmap, rest: Callable[[float], object] = lambda _: None) -> None:

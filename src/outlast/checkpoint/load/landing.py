@@ -147,41 +147,38 @@ def _overlapping(ranges: list[_Range]) -> Iterator[int]:
             reached, holder = end, place
 
 
-class Landing:
-    """What was verified and is still to come to the live objects, once all ranks have agreed.
+def land(state: Mapping[str, object], saved: dict[str, Any], threads: int, views: bool) -> None:
+    """Copy what was verified to live tensors, or to memory of its own, once all ranks have agreed.
+
+    What the live objects copy themselves stays as it is.
 
     Args:
         state: the live objects.
-        saved: the content of each, by name; :meth:`land` replaces its tensors.
+        saved: the content of each, by name; its tensors are replaced.
         threads: that copy, the caller's included.
-        views: the tensors of ``saved`` are views of files, so all are replaced; False: they have own memory.
+        views: the tensors of ``saved`` are views of files, so all are replaced; False: they have own
+            memory.
     """
-
-    def __init__(self, state: Mapping[str, object], saved: dict[str, Any], threads: int, views: bool) -> None:
-        self._state, self._saved, self._threads, self._views = state, saved, threads, views
-
-    def land(self) -> None:
-        """Copy to live tensors, or to memory of its own, except what the live objects copy themselves."""
-        replaced, shared = places_for(self._state, self._saved), _shared(self._saved)
-        sources = {id(one): one for _, one in tensors_in(self._saved)}
-        for name, holder in self._state.items():
-            content = self._saved[name]
-            kept = {id(one) for _, one in tensors_in(content)} - replaced.keys()
-            kept -= set(map(id, _copied(holder, content)))
-            devices = {id(one): device for one, device in _on_devices(holder, content)}
-            for place in kept & devices.keys() - shared:
-                one = sources[place]
-                replaced[place] = torch.empty_strided(
-                    one.shape, one.stride(), dtype=one.dtype, device=devices[place]
-                )
-                kept.remove(place)
-            if self._views:
-                replaced.update(_room_for({place: sources[place] for place in kept}))
-        _exchange(self._saved, replaced)
-        moves = [(to, sources[place]) for place, to in replaced.items()]
-        copy_to_devices([move for move in moves if not move[0].is_cpu], self._threads)
-        addresses = [(to.data_ptr(), one.data_ptr(), one.nbytes) for to, one in moves if to.is_cpu]
-        copy_slices(addresses, self._threads)
+    replaced, shared = places_for(state, saved), _shared(saved)
+    sources = {id(one): one for _, one in tensors_in(saved)}
+    for name, holder in state.items():
+        content = saved[name]
+        kept = {id(one) for _, one in tensors_in(content)} - replaced.keys()
+        kept -= set(map(id, _copied(holder, content)))
+        devices = {id(one): device for one, device in _on_devices(holder, content)}
+        for place in kept & devices.keys() - shared:
+            one = sources[place]
+            replaced[place] = torch.empty_strided(
+                one.shape, one.stride(), dtype=one.dtype, device=devices[place]
+            )
+            kept.remove(place)
+        if views:
+            replaced.update(_room_for({place: sources[place] for place in kept}))
+    _exchange(saved, replaced)
+    moves = [(to, sources[place]) for place, to in replaced.items()]
+    copy_to_devices([move for move in moves if not move[0].is_cpu], threads)
+    addresses = [(to.data_ptr(), one.data_ptr(), one.nbytes) for to, one in moves if to.is_cpu]
+    copy_slices(addresses, threads)
 
 
 def _copied(holder: object, saved: Any) -> Iterator[Any]:

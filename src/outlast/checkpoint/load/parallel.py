@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.digest import read_digests
-from outlast.checkpoint.content.memory import in_threads
-from outlast.checkpoint.load.reading import read_verified, write_at
+from outlast.checkpoint.content.memory import Loan, in_threads
+from outlast.checkpoint.load.reading import read_verified
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, FileEntry, Manifest, is_shared
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerLost
@@ -202,20 +202,12 @@ class ParallelLoad:
         """Copy a part of a file from the disk."""
         if begin == end:
             return
-        with self._opened(name, entry) as (landed, into):
+        with self._opened(name, entry) as (landed, loan):
             try:
                 digests = read_digests(landed, entry)
             except DamagedCopy as error:
                 raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
-            read_verified(
-                folder,
-                entry,
-                digests,
-                memoryview(mmap.mmap(into, entry.nbytes)),
-                self._around.threads,
-                (begin, end),
-                partial(os.posix_fallocate, into),
-            )
+            read_verified(folder, entry, digests, loan, self._around.threads, (begin, end))
 
     def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
         """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
@@ -267,20 +259,24 @@ class ParallelLoad:
             OSError: the file system refused.
         """
         client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
-        with self._opened(name, entry) as (_, into):
+        with self._opened(name, entry) as (_, loan):
             for chunk in client.fetch(LANDING, name, entry.name, begin, end):
-                write_at(into, chunk, begin)
+                loan.reserve(begin, len(chunk))
+                loan.memory[begin : begin + len(chunk)] = chunk
                 begin += len(chunk)
                 if time.monotonic() > deadline:
                     raise PeerLost(peer.name, f"fetching {entry.name}", begin, "it took too long")
 
     @contextlib.contextmanager
-    def _opened(self, name: str, entry: FileEntry) -> Iterator[tuple[CopyFolder, int]]:
-        """Open a file that lands, and its folder."""
+    def _opened(self, name: str, entry: FileEntry) -> Iterator[tuple[CopyFolder, Loan]]:
+        """Open the folder of a file that lands, and map the file."""
         descriptor = self._stage.open_buffer(self._stage.landing.folder / name / entry.name)
         try:
             with self._stage.landing.open(name) as landed:
-                yield landed, descriptor
+                yield (
+                    landed,
+                    Loan(mmap.mmap(descriptor, entry.nbytes), partial(os.posix_fallocate, descriptor)),
+                )
         finally:
             os.close(descriptor)
 

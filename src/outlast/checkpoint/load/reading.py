@@ -1,7 +1,7 @@
 """Reading whole safetensors files, or parts of tensors; every chunk is verified before it is used.
 
-While one thread waits for the disk others digest. Pages in the page cache are read from there; the rest is
-read with O_DIRECT, which saves a copy and as much host memory again.
+While one thread waits for the disk others digest. Of a whole file, pages in the page cache are read from
+there; the rest is read with O_DIRECT, which saves a copy and as much host memory again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,13 +24,14 @@ from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, FileEn
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
 from outlast.fields import Damage, DamagedCopy
-from outlast.parallelism.policy.slices import Part, blocks, cover, extent, place_in, strides_of
+from outlast.parallelism.policy.slices import Part, blocks, extent, place_in, strides_of
 
 Lend = Callable[[str, int], Loan | None]
 
 _MEMORY = "/dev/shm"
 _READERS = 4
 _UNIT_BYTES = 4 << 20  # what a thread reads at a time from the disk
+_AT_A_TIME = 16 << 20  # how much of a file is in memory at a time where parts of tensors are read
 _DIRECT_BYTES = 4 << 20  # what is smaller goes through the page cache
 _BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, sizes and places in a file to be multiples of
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
@@ -43,49 +43,12 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def read_verified(
-    folder: CopyFolder,
-    entry: FileEntry,
-    digests: bytes,
-    target: memoryview,
-    threads: int,
-    part: tuple[int, int] | None = None,
-    reserve: Callable[[int, int], object] = lambda *_: None,
-) -> None:
-    """Read a safetensors file, or a part of it, to its place in memory, and verify every byte of it.
+def memory_for(folder: CopyFolder, entry: FileEntry, lend: Lend) -> Loan:
+    """Return memory for a safetensors file, whose content is valid once :func:`read_verified` has returned.
 
     Args:
-        folder: the copy.
-        entry: of the file, in the manifest.
-        digests: of its chunks.
-        target: memory for the whole file, from the start of a page. If it has the size that :func:`padded`
-            returns, the end, too, is read past the page cache. After an error the content is undefined.
-        threads: that digest; a few more read, since they mostly wait for the disk.
-        part: its begin, a multiple of the size of a chunk, and its end: another one, or that of the file.
-        reserve: allocates memory for a range; called with its begin and size before it is read.
-
-    Raises:
-        DamagedCopy: names the first bytes that are not as they were saved.
-        OSError: the file system refused, or ``reserve`` did.
-    """
-    first, last = part or (0, entry.nbytes)
-    with folder.open(entry.name, entry.nbytes) as (descriptor, _), _opened(descriptor, entry) as file:
-
-        def read(unit: int) -> None:
-            begin = first + unit * _UNIT_BYTES
-            end = min(begin + _UNIT_BYTES, last)
-            reserve(begin, end - begin)
-            file.read(target, begin, end)
-            verify_chunks(entry, digests, target[begin:end], begin)
-
-        in_threads(lambda: read, -(-(last - first) // _UNIT_BYTES), max(_READERS, threads))
-
-
-class Source:
-    """The bytes of a safetensors file in memory. They are not valid before :meth:`fill`.
-
-    Args:
-        folder: the copy; its files in the node's memory are mapped, the others are read.
+        folder: the copy; its files in the node's memory are mapped, the others are to be read. A write to
+            what is mapped does not change the file.
         entry: of the file, in the manifest.
         lend: returns memory for a file, given its name and size; if it returns None, private memory is used.
 
@@ -93,123 +56,134 @@ class Source:
         DamagedCopy: the file is missing, no regular file, or of another size.
         OSError: the file system refused.
     """
-
-    def __init__(self, folder: CopyFolder, entry: FileEntry, lend: Lend) -> None:
-        self._entry = entry
-        mapped = _map(folder, entry) if folder.is_near(entry.name) else None
-        self._mapped = mapped is not None
-        if mapped is not None:
-            self._loan = Loan(mapped, lambda *_: None)
-        else:
-            lent = lend(entry.name, entry.nbytes)
-            self._loan = lent or Loan(allocate(padded(entry.nbytes)), lambda *_: None)
-
-    def fill(self, folder: CopyFolder, threads: int) -> None:
-        """Verify every byte, after reading the file where it is not mapped.
-
-        Args:
-            folder: the copy.
-            threads: that do so, the caller's included.
-
-        Raises:
-            DamagedCopy: names the first bytes that are not as they were saved.
-            OSError: the file system refused.
-        """
-        content, digests = memoryview(self._loan.memory), read_digests(folder, self._entry)
-        if self._mapped:
-            verify_mapped(self._entry, digests, content, threads)
-        else:
-            read_verified(folder, self._entry, digests, content, threads, reserve=self._loan.reserve)
-
-    def view(self, begin: int, end: int) -> torch.Tensor:
-        """Return a range as a tensor of bytes. A write to it does not change the file of a copy."""
-        if begin == end:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(memoryview(self._loan.memory)[begin:end], dtype=torch.uint8)
+    if folder.is_near(entry.name):
+        with folder.open(entry.name, entry.nbytes) as (descriptor, _), suppress(OSError, ValueError):
+            if os.fstat(descriptor).st_dev == os.stat(_MEMORY).st_dev:
+                return Loan(mmap.mmap(descriptor, entry.nbytes, flags=mmap.MAP_PRIVATE), is_filled=True)
+    return lend(entry.name, entry.nbytes) or Loan(allocate(padded(entry.nbytes)))
 
 
-def _map(folder: CopyFolder, entry: FileEntry) -> mmap.mmap | None:
-    """Map a file; None where it must be read."""
-    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
-        try:
-            if os.fstat(descriptor).st_dev != os.stat(_MEMORY).st_dev:
-                return None
-            return mmap.mmap(descriptor, entry.nbytes, flags=mmap.MAP_PRIVATE)
-        except (OSError, ValueError):
-            return None
-
-
-def write_at(descriptor: int, content: memoryview, begin: int) -> None:
-    """Write bytes to a place in a file.
-
-    Raises:
-        OSError: the file system refused.
-    """
-    while content:
-        done = os.pwrite(descriptor, content, begin)
-        content, begin = content[done:], begin + done
-
-
-def verify_chunks(entry: FileEntry, digests: bytes, content: memoryview, begin: int) -> None:
-    """Compare the digests of whole chunks of a file.
+def read_verified(
+    folder: CopyFolder,
+    entry: FileEntry,
+    digests: bytes,
+    loan: Loan,
+    threads: int,
+    part: tuple[int, int] | None = None,
+) -> None:
+    """Read a safetensors file, or a part of it, to its place in memory, and verify every byte of it.
 
     Args:
+        folder: the copy.
         entry: of the file, in the manifest.
         digests: of its chunks.
-        content: the chunks.
-        begin: where the first of them begins in the file.
+        loan: memory for the whole file, from the start of a page. If it has the size that :func:`padded`
+            returns, the end, too, is read past the page cache. After an error the content is undefined. Of
+            a mapped file the content is there, and only verified.
+        threads: that digest; a few more read, since they mostly wait for the disk.
+        part: its begin, a multiple of the size of a chunk, and its end: another one, or that of the file.
 
     Raises:
         DamagedCopy: names the first bytes that are not as they were saved.
+        OSError: the file system refused, or there are no pages.
     """
-    edges = [*range(0, len(content), CHUNK_BYTES), len(content)]
-    for number, (low, high) in enumerate(itertools.pairwise(edges), begin // CHUNK_BYTES):
-        found = chunk_digest(content[low:high])
-        known = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        if found != known:
-            expected = f"digest {known.hex()} of bytes {begin + low} to {begin + high}"
-            raise DamagedCopy(Damage(entry.name, expected, found.hex()))
+    first, last = part or (0, entry.nbytes)
+    content = memoryview(loan.memory)
+    with _opened(folder, entry, digests, whole=not loan.is_filled) as file:
 
+        def read(unit: int) -> None:
+            begin = first + unit * _UNIT_BYTES
+            end = min(begin + _UNIT_BYTES, last)
+            if loan.is_filled:
+                file.verify(content[begin:end], begin)
+            else:
+                loan.reserve(begin, end - begin)
+                file.read(content[begin:], begin, end)
 
-def verify_mapped(entry: FileEntry, digests: bytes, content: memoryview, threads: int) -> None:
-    """Compare the digests of all chunks of a file that is in memory, in several threads.
-
-    Raises:
-        DamagedCopy: names the first bytes that are not as they were saved.
-    """
-
-    def work(number: int) -> None:
-        begin = number * CHUNK_BYTES
-        verify_chunks(entry, digests, content[begin : begin + CHUNK_BYTES], begin)
-
-    in_threads(lambda: work, len(digests) // DIGEST_BYTES, threads)
+        count = -(-(last - first) // _UNIT_BYTES)
+        in_threads(lambda: read, count, threads if loan.is_filled else max(_READERS, threads))
 
 
 class _File:
-    """An open file, and the same file opened past the page cache."""
+    """An open safetensors file; its chunks are verified as they are read.
 
-    def __init__(self, descriptor: int, direct: int, entry: FileEntry) -> None:
+    Args:
+        descriptor: of the file.
+        direct: of the same file, opened past the page cache; -1: all is read through it.
+        entry: of the file, in the manifest.
+        digests: of its chunks.
+    """
+
+    def __init__(self, descriptor: int, direct: int, entry: FileEntry, digests: bytes) -> None:
+        self.digests = digests
         self._descriptor = descriptor
         self._direct = direct
-        self._file = entry.name
+        self._entry = entry
         self._cached = _cached(descriptor, entry.nbytes) if direct >= 0 else b""
+        self._window: mmap.mmap | None = None
+        self._first = self._last = 0  # the bytes of the file that are in the window
 
     def read(self, target: memoryview, begin: int, end: int) -> None:
-        """Read a range to its place in memory for the whole file; see :func:`read_verified`.
+        """Read whole chunks, up to a place in the file or its end, to the begin of a target.
 
         Raises:
-            DamagedCopy: the file ends before.
+            DamagedCopy: names the first bytes that are not as they were saved; or the file ends before.
             OSError: the file system refused.
         """
-        if self._direct >= 0 and begin % _BLOCK_BYTES == 0 and not self._holds(begin, end):
-            try:
-                place = target[begin : padded(end)]
-                if os.preadv(self._direct, [place], begin) >= end - begin:
-                    return
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-        read_exactly(self._descriptor, target[begin:end], begin, self._file)
+        size = end - begin
+        if not self._read_direct(target[: padded(size)], begin, end):
+            read_exactly(self._descriptor, target[:size], begin, self._entry.name)
+        self.verify(target[:size], begin)
+
+    def verify(self, content: memoryview, begin: int) -> None:
+        """Compare the digests of whole chunks.
+
+        Args:
+            content: the chunks.
+            begin: where the first of them begins in the file.
+
+        Raises:
+            DamagedCopy: names the first bytes that are not as they were saved.
+        """
+        edges = [*range(0, len(content), CHUNK_BYTES), len(content)]
+        for number, (low, high) in enumerate(itertools.pairwise(edges), begin // CHUNK_BYTES):
+            found = chunk_digest(content[low:high])
+            known = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if found != known:
+                expected = f"digest {known.hex()} of bytes {begin + low} to {begin + high}"
+                raise DamagedCopy(Damage(self._entry.name, expected, found.hex()))
+
+    def octets(self, begin: int, end: int) -> torch.Tensor:
+        """Return some bytes of the file; valid until the next call.
+
+        Raises:
+            DamagedCopy: a chunk in which they lie is not as it was saved.
+            OSError: the file system refused.
+        """
+        first, last = begin // CHUNK_BYTES * CHUNK_BYTES, -(-end // CHUNK_BYTES) * CHUNK_BYTES
+        last = min(last, self._entry.nbytes)
+        if self._window is None:
+            self._window = allocate(min(_AT_A_TIME, self._entry.nbytes) + 2 * CHUNK_BYTES)
+        if first < self._first or last > self._last:
+            view, start = memoryview(self._window), first - self._first
+            kept = max(self._last - first, 0) if start >= 0 else 0
+            if kept:  # the next tensor begins as a rule in the chunk in which the last one ended
+                view[:kept] = bytes(view[start : start + kept])
+            self._first = self._last = first
+            self.read(view[kept:], first + kept, last)
+            self._last = last
+        return as_tensor(self._window)[begin - self._first : end - self._first]
+
+    def _read_direct(self, target: memoryview, begin: int, end: int) -> bool:
+        """Read past the page cache; return whether that was possible, and better."""
+        if self._direct < 0 or begin % _BLOCK_BYTES or self._holds(begin, end):
+            return False
+        try:
+            return os.preadv(self._direct, [target], begin) >= end - begin
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            return False
 
     def _holds(self, begin: int, end: int) -> bool:
         """Say whether the page cache has most of a range."""
@@ -218,16 +192,15 @@ class _File:
 
 
 @contextmanager
-def _opened(descriptor: int, entry: FileEntry) -> Iterator[_File]:
-    direct = -1
-    if entry.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # refused: the page cache serves every file system
-            direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    try:
-        yield _File(descriptor, direct, entry)
-    finally:
-        if direct >= 0:
-            os.close(direct)
+def _opened(folder: CopyFolder, entry: FileEntry, digests: bytes, whole: bool = False) -> Iterator[_File]:
+    """Open a file; past the page cache, too, if it is to be read as a whole."""
+    with folder.open(entry.name, entry.nbytes) as (descriptor, _), ExitStack() as stack:
+        direct = -1
+        if whole and entry.nbytes >= _DIRECT_BYTES and hasattr(os, "O_DIRECT"):
+            with suppress(OSError):  # refused: the page cache serves every file system
+                direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                stack.callback(os.close, direct)
+        yield _File(descriptor, direct, entry, digests)
 
 
 def _cached(descriptor: int, nbytes: int) -> bytes:
@@ -246,9 +219,6 @@ def _cached(descriptor: int, nbytes: int) -> bytes:
     return bytes(found).translate(_LOWEST_BIT)
 
 
-_AT_A_TIME = 16 << 20  # how much of a file is in memory at a time
-
-
 class Stored(NamedTuple):
     """A part of a tensor in a file.
 
@@ -261,132 +231,54 @@ class Stored(NamedTuple):
     entry: TensorEntry
 
 
-class Held(NamedTuple):
-    """A part of a tensor, and who has it.
-
-    Args:
-        part: where in the whole it is.
-        sources: numbers of the files, see :class:`Stored`.
-    """
-
-    part: Part
-    sources: Sequence[int]
-
-
 @dataclass(frozen=True)
 class Target:
     """Memory for a part of a tensor.
 
     Args:
         part: where in the whole it is.
-        octets: where its bytes go, in order.
+        octets: where its bytes go, in the order of the file until :meth:`put_in_order` is called.
+        dtype: of its elements.
+        strides: of its elements in the end, without gaps; None: the order of the file.
     """
 
     part: Part
     octets: torch.Tensor
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
 
-    def typed(self, dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Return the memory as a tensor."""
-        plain = self.octets.view(dtype).view(self.part.shape)
-        return plain if strides is None else plain.as_strided(plain.shape, strides)
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor."""
+        plain = self.octets.view(self.dtype).view(self.part.shape)
+        return plain if self.strides is None else plain.as_strided(plain.shape, self.strides)
+
+    def put_in_order(self) -> None:
+        """Bring the elements from the order of a file into that of the strides, in the same memory."""
+        if self.strides is not None and self.octets.numel():
+            width = self.dtype.itemsize
+            steps = [step * width for step in self.strides]
+            shape = (*self.part.shape, width)
+            ordered = self.octets.as_strided(shape, (*steps, 1), self.octets.storage_offset())
+            ordered.copy_(self.octets.clone().view(shape))
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A part that goes from a file to memory."""
 
     stored: Stored
     part: Part
     target: Target
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.stored.entry.nbytes // self.stored.entry.part.numel
 
-
-def reserve(wanted: Mapping[str, tuple[Part, int]]) -> dict[str, Target]:
+def reserve(wanted: Mapping[str, tuple[Part, torch.dtype, tuple[int, ...] | None]]) -> dict[str, Target]:
     """Return memory for parts of tensors, in one block, which is freed with the last of them.
 
     Args:
-        wanted: part and bytes of an element, by key.
+        wanted: part, type and strides of each, as in :class:`Target`, by key.
     """
-    octets = block_of({key: part.numel * itemsize for key, (part, itemsize) in wanted.items()})
-    return {key: Target(part, octets[key]) for key, (part, _) in wanted.items()}
-
-
-def moves_to(
-    target: Target, held: Sequence[Held], reader: int, entry_in: Callable[[int], TensorEntry]
-) -> tuple[list[Move], str]:
-    """Find what to read for a target.
-
-    Args:
-        target: what to fill.
-        held: all parts of the tensor that overlap it.
-        reader: the rank that reads; of equal parts each reader takes another one.
-        entry_in: returns where the tensor is in a file.
-
-    Returns:
-        What to read, and why it is not all; empty when it is.
-    """
-    taken, missing = cover(target.part, [each.part for each in held])
-    commons = (each.part.overlap(target.part) for each in held)
-    if sum(common.numel for common in commons if common) > sum(part.numel for _, part in taken):
-        return [], "is stored in parts that overlap"
-    if missing:
-        return [], f"is not complete: no rank stored {list(missing[0].shape)} at {list(missing[0].offsets)}"
-    moves = []
-    for place, part in taken:
-        source = held[place].sources[reader % len(held[place].sources)]
-        moves.append(Move(Stored(source, entry_in(source)), part, target))
-    return moves, ""
-
-
-class _VerifiedFile:
-    """An open safetensors file whose chunks are verified as they are read."""
-
-    def __init__(self, descriptor: int, entry: FileEntry, digests: bytes) -> None:
-        self._descriptor = descriptor
-        self._entry = entry
-        self.digests = digests
-        memory = allocate(min(_AT_A_TIME, entry.nbytes) + 2 * CHUNK_BYTES)
-        self._octets, self._view = as_tensor(memory), memoryview(memory)
-        self._first = self._last = 0  # the chunks in memory
-
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return bytes of the file; valid until the next call.
-
-        Raises:
-            DamagedCopy: a chunk in which they lie is not as it was saved.
-            OSError: the file system refused.
-        """
-        size = CHUNK_BYTES
-        first, last = begin // size, -(-end // size)
-        if first < self._first or last > self._last:
-            self._load(first, last)
-        offset = begin - self._first * size
-        return self._octets[offset : offset + end - begin]
-
-    def _load(self, first: int, last: int) -> None:
-        entry, size = self._entry, CHUNK_BYTES
-        kept = max(self._last - first, 0) if first >= self._first else 0
-        if kept:  # the next tensor begins as a rule in the chunk in which the last one ended
-            start = (first - self._first) * size
-            self._view[: kept * size] = bytes(self._view[start : start + kept * size])
-        self._first = self._last = first
-        for number in range(first + kept, last):
-            begin, end = number * size, min((number + 1) * size, entry.nbytes)
-            chunk = self._view[begin - first * size : end - first * size]
-            read_exactly(self._descriptor, chunk, begin, entry.name)
-            verify_chunks(entry, self.digests, chunk, begin)
-        self._last = last
-
-
-@contextmanager
-def _opened_file(folder: CopyFolder, entry: FileEntry) -> Iterator[_VerifiedFile]:
-    digests = read_digests(folder, entry)
-    with folder.open(entry.name, entry.nbytes) as (descriptor, _):
-        yield _VerifiedFile(descriptor, entry, digests)
+    octets = block_of({key: part.numel * dtype.itemsize for key, (part, dtype, _) in wanted.items()})
+    return {key: Target(part, octets[key], dtype, order) for key, (part, dtype, order) in wanted.items()}
 
 
 def carry_out(
@@ -405,50 +297,36 @@ def carry_out(
         OSError: the file system refused.
     """
     runs: list[list[tuple[Move, Part]]] = []  # each of one file, in the order of its bytes
-    most = max(_AT_A_TIME, sum(move.part.numel * move.itemsize for move in moves) // threads)
-    source, size = -1, 0
+    nbytes = sum(move.part.numel * move.target.dtype.itemsize for move in moves)
+    most, source, size = max(_AT_A_TIME, nbytes // threads), -1, 0
     for move in sorted(moves, key=lambda each: (each.stored.source, each.stored.entry.begin)):
-        for block in blocks(move.part, move.stored.entry.part, max(1, _AT_A_TIME // move.itemsize)):
+        width = move.target.dtype.itemsize
+        for block in blocks(move.part, move.stored.entry.part, max(1, _AT_A_TIME // width)):
             if source != move.stored.source or size >= most:
                 runs.append([])
                 source, size = move.stored.source, 0
             runs[-1].append((move, block))
-            size += block.numel * move.itemsize
+            size += block.numel * width
 
     def read(number: int) -> None:
-        with _opened_file(folder, file_of(runs[number][0][0].stored.source)) as file:
+        entry = file_of(runs[number][0][0].stored.source)
+        with _opened(folder, entry, read_digests(folder, entry)) as file:
             for move, block in runs[number]:
                 _copy(file, move, block)
 
     in_threads(lambda: read, len(runs), threads)
 
 
-def _copy(file: _VerifiedFile, move: Move, block: Part) -> None:
-    width, entry, target = move.itemsize, move.stored.entry, move.target
+def _copy(file: _File, move: Move, block: Part) -> None:
+    width, entry, target = move.target.dtype.itemsize, move.stored.entry, move.target
     begin = entry.begin + place_in(block, entry.part) * width
-    octets = file.read(begin, begin + extent(block, entry.part) * width)
+    octets = file.octets(begin, begin + extent(block, entry.part) * width)
     shape = (*block.shape, width)
     here = [step * width for step in strides_of(entry.shape)]
     there = [step * width for step in strides_of(target.part.shape)]
     place = target.octets.storage_offset() + place_in(block, target.part) * width
     goes = target.octets.as_strided(shape, (*there, 1), place)
     goes.copy_(octets.as_strided(shape, (*here, 1), octets.storage_offset()))
-
-
-def put_in_order(octets: torch.Tensor, shape: Sequence[int], strides: Sequence[int] | None) -> None:
-    """Bring the elements of a tensor from the order of a file into that of its strides, in one memory.
-
-    Args:
-        octets: its bytes, as they are in the file.
-        shape: of the tensor.
-        strides: without gaps; None: the order of the file.
-    """
-    if strides is None or not octets.numel():
-        return
-    width = octets.numel() // math.prod(shape)
-    steps = [step * width for step in strides]
-    ordered = octets.as_strided((*shape, width), (*steps, 1), octets.storage_offset())
-    ordered.copy_(octets.clone().view(*shape, width))
 
 
 def differing(
@@ -474,13 +352,17 @@ def differing(
     by_sources: dict[tuple[int, int], list[tuple[str, TensorEntry, TensorEntry]]] = {}
     for key, one, other in pairs:
         by_sources.setdefault((one.source, other.source), []).append((key, one.entry, other.entry))
-    for (left, right), entries in sorted(by_sources.items()):
-        with _opened_file(folder, file_of(left)) as first, _opened_file(folder, file_of(right)) as second:
+    for sources, entries in sorted(by_sources.items()):
+        with ExitStack() as stack:
+            files = [file_of(source) for source in sources]
+            first, second = (
+                stack.enter_context(_opened(folder, file, read_digests(folder, file))) for file in files
+            )
             for key, here, there in sorted(entries, key=lambda each: each[1].begin):
                 for begin, end in _doubtful(first.digests, second.digests, here, there):
                     moved = there.begin - here.begin
-                    if not torch.equal(first.read(begin, end), second.read(begin + moved, end + moved)):
-                        found.append((key, left, right))
+                    if not torch.equal(first.octets(begin, end), second.octets(begin + moved, end + moved)):
+                        found.append((key, *sources))
                         break
     return found
 

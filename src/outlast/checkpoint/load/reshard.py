@@ -13,37 +13,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from xxhash import xxh3_64_intdigest
 
-from outlast.checkpoint.content.codecs import Piece, distributed
+from outlast.checkpoint.content.codecs import distributed
+from outlast.checkpoint.content.digest import read_digests
 from outlast.checkpoint.content.format import order_of
+from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random
 from outlast.checkpoint.content.typed_forms import Json, references
-from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
-from outlast.checkpoint.load.landing import Landing
+from outlast.checkpoint.content.typed_json import Decoder, element_type_of
 from outlast.checkpoint.load.reading import (
-    Held,
     Lend,
     Move,
-    Source,
     Target,
     carry_out,
-    differing,
-    moves_to,
-    put_in_order,
+    memory_for,
+    read_verified,
     reserve,
 )
-from outlast.checkpoint.load.world import Leaf, Merger, World, absent, leaves_of, prune, wanted_of
+from outlast.checkpoint.load.world import Leaf, Merger, World, absent, leaves_of
 from outlast.checkpoint.policy.manifest import (
     MANIFEST,
     RANDOM,
     REST,
+    STATE,
     Identity,
     Manifest,
     first_few,
@@ -51,7 +49,6 @@ from outlast.checkpoint.policy.manifest import (
     some,
 )
 from outlast.checkpoint.policy.names import likely_cause, name_differences
-from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.inventory import evidence, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import CheckpointMismatch
@@ -60,10 +57,12 @@ from outlast.parallelism.policy.checkpoints import FORMATS, loadable
 from outlast.parallelism.policy.degrees import NAMES
 from outlast.parallelism.policy.slices import Part
 
+_Targets = dict[str, Target]  # memory of tensors, by key
+
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank gets of a copy; its tensors are empty memory until :attr:`fill` was called.
+    """What one rank gets of a copy; its tensors are empty memory until :meth:`fill` was called.
 
     Args:
         saved: each state object's content, by name; of distributed tensors this rank's part, plain.
@@ -71,13 +70,12 @@ class Received:
         parameters: what each optimizer steps, in its order, where all ranks saved the same.
         random: the random states.
         cursor: the data cursor.
-        nbytes: what is read.
         note: what is not as it was saved; empty: nothing.
-        flags: of this rank's modules when they were saved; none in another world.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
-        fill: reads the tensors from an open copy, given the live objects, which stay untouched; returns what
-            brings them to the live objects once all ranks have agreed. Raises DamagedCopy, OSError, and
-            CheckpointMismatch where ranks should have saved the same and have not.
+        flags: of this rank's modules when they were saved; none in another world.
+        views: the tensors are views of whole files; else they have memory of their own.
+        targets: memory of the tensors, by key.
+        read: reads the tensors from the copy, which is still open.
     """
 
     saved: dict[str, Any]
@@ -85,11 +83,29 @@ class Received:
     parameters: dict[str, list[list[Any]]]
     random: dict[str, Any]
     cursor: Any
-    nbytes: int
     note: str
     left: tuple[str, ...]
     flags: dict[str, list[str]]
-    fill: Callable[[CopyFolder, Mapping[str, object]], Landing]
+    views: bool
+    targets: Mapping[str, Target]
+    read: Callable[[], object]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(target.octets.numel() for target in self.targets.values())
+
+    def fill(self) -> None:
+        """Read the tensors; the live objects stay untouched.
+
+        Raises:
+            DamagedCopy: a byte is not as it was saved.
+            CheckpointMismatch: ranks should have saved the same and have not.
+            OSError: the file system refused.
+        """
+        self.read()
+        for target in self.targets.values():
+            target.put_in_order()
 
 
 def open_part(
@@ -110,7 +126,7 @@ def open_part(
         identity: this rank.
         state: the live objects; nothing in them is changed.
         threads: that this rank may use.
-        lend: see :class:`Source`.
+        lend: see :func:`outlast.checkpoint.load.reading.memory_for`.
 
     Raises:
         DamagedCopy: a byte is not as it was committed.
@@ -120,18 +136,44 @@ def open_part(
     """
     live = LiveState.of(state)
     manifest, digest = read_manifest(folder, name)
-    _require_same(manifest, digest, commit)
-    if _same_world(manifest, identity):
-        rank_file = read_rank_file(folder, manifest, identity.rank)
-        own = _as_saved(folder, manifest, rank_file, identity.rank, threads, lend)
-        if not _stands_otherwise(rank_file, live):
-            return own
-    if manifest.part:
-        raise OSError(
-            f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only, and"
-            f" rank {identity.rank} of {identity.world_size} needs more of them"
-        )
-    return _Plan(World(folder, manifest), commit, identity, live, threads).received()
+    found = evidence(manifest, digest)
+    if found != commit:
+        raise DamagedCopy(Damage(MANIFEST, f"{commit}, as all ranks saw it", found))
+    own = read_rank_file(folder, manifest, identity.rank) if _same_world(manifest, identity) else None
+    has_parts = own is not None and _has_parts(own, live)
+    if own is not None and _lacks_entries(own, live):
+        own = None
+    left: Sequence[str] = ()
+    if own is not None and has_parts:
+        document = own
+        targets, read = _own_files(folder, own, threads, lend)
+    else:
+        if manifest.part:
+            raise OSError(
+                f"{name} is here with the files of rank {some(manifest.part)} of {manifest.world_size} only,"
+                f" and rank {identity.rank} of {identity.world_size} needs more of them"
+            )
+        plan = _Plan(World(folder, manifest), identity, live, own)
+        document = own or plan.merged()
+        targets, read = plan.parts(folder, document.values, threads)
+        left = sorted(plan.left - targets.keys())
+    source = rank_files(identity.rank if own else 0, manifest.world_size).document
+    decoder = Decoder(source, {key: _tensor(target, source) for key, target in targets.items()})
+    states = require_random(decoder.decode(document.random), source)
+    states, note = (states, "") if own else _random(states, manifest, identity, commit)
+    return Received(
+        saved={key: decoder.decode(value) for key, value in document.values.items()},
+        kinds=document.kinds,
+        parameters=document.parameters,
+        random=states,
+        cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
+        note=note,
+        left=tuple(left),
+        flags=document.flags,
+        views=document is own and has_parts,
+        targets=targets,
+        read=read,
+    )
 
 
 def require_claimed(left: Sequence[Sequence[str]]) -> None:
@@ -151,103 +193,65 @@ def require_claimed(left: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _common(parameters: Sequence[dict[str, list[list[Any]]]]) -> dict[str, list[list[Any]]]:
-    """Return of which optimizers all ranks step the same; those of others are compared by their pieces."""
-    first, *others = parameters
-    return {name: known for name, known in first.items() if all(one.get(name) == known for one in others)}
-
-
-def _as_saved(
-    folder: CopyFolder,
-    manifest: Manifest,
-    rank_file: RankFile,
-    rank: int,
-    threads: int,
-    lend: Lend,
-) -> Received:
-    """Return what a rank gets of its own files."""
-    files = [(shard, Source(folder, shard.file, lend)) for shard in rank_file.shards]
-    memory = {
-        key: file.view(entry.begin, entry.end)
-        for shard, file in files
+def _own_files(
+    folder: CopyFolder, own: RankFile, threads: int, lend: Lend
+) -> tuple[_Targets, Callable[[], object]]:
+    """Return memory for the tensors of a rank's own files, and what reads each of these as a whole."""
+    loans = [(shard, memory_for(folder, shard.file, lend)) for shard in own.shards]
+    targets = {
+        key: Target(
+            entry.part,
+            as_tensor(loan.memory)[entry.begin : entry.end],
+            element_type_of(entry.dtype, shard.file.name),
+            entry.strides,
+        )
+        for shard, loan in loans
         for key, entry in shard.tensors.items()
     }
-    source = rank_files(rank, manifest.world_size).document
-    live = {key: _typed(memory[key], each, source) for key, each in rank_file.tensors.items()}
-    decoder = Decoder(source, live)
-    saved = {key: decoder.decode(value) for key, value in rank_file.values.items()}
 
-    def fill(folder: CopyFolder, state: Mapping[str, object]) -> Landing:
-        for _, file in files:
-            file.fill(folder, threads)
-        for key, entry in rank_file.tensors.items():
-            put_in_order(memory[key], entry.shape, entry.strides)
-        return Landing(state, saved, threads, views=True)
+    def read() -> None:
+        for shard, loan in loans:
+            digests = read_digests(folder, shard.file)
+            read_verified(folder, shard.file, digests, loan, threads)
 
-    return Received(
-        saved=saved,
-        kinds=rank_file.kinds,
-        parameters=rank_file.parameters,
-        random=require_random(decoder.decode(rank_file.random), source),
-        cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
-        nbytes=sum(shard.file.nbytes for shard in rank_file.shards),
-        note="",
-        left=(),
-        flags=rank_file.flags,
-        fill=fill,
-    )
+    return targets, read
 
 
-def _typed(octets: torch.Tensor, entry: TensorEntry, source: str) -> torch.Tensor:
+def _tensor(target: Target, source: str) -> torch.Tensor:
     try:
-        plain = octets.view(element_type_of(entry.dtype, source)).view(entry.shape)
-        return plain if entry.strides is None else plain.as_strided(entry.shape, entry.strides)
+        return target.tensor
     except (RuntimeError, TypeError) as error:
-        raise DamagedCopy(Damage(source, f"a tensor of {entry.nbytes} bytes", str(error))) from error
+        expected = f"a tensor of {target.octets.numel()} bytes"
+        raise DamagedCopy(Damage(source, expected, str(error))) from error
 
 
-def _stands_otherwise(rank_file: RankFile, state: LiveState) -> bool:
-    """Say whether a rank's own file is not what it has use for, though as many ranks saved as load."""
-    entries = rank_file.tensors
-    shapes = {key: entry.global_shape for key, entry in entries.items()}
-    for leaf in leaves_of(rank_file.values, state, shapes):
-        entry, piece = entries[leaf.key], wanted_of(leaf)
-        saved = Piece(entry.global_shape, Part(entry.offsets, entry.shape))
-        if distributed(leaf.live):
-            if piece != saved or not (leaf.of_optimizer or dtype_name(leaf.live.dtype) == entry.dtype):
-                return True
-        elif piece != saved and saved.part != Part.whole(saved.global_shape):
-            return True
-    return _lacks_entries(rank_file, state)
+def _has_parts(own: RankFile, state: LiveState) -> bool:
+    """Say whether a rank's own files have the parts of tensors for which it has use."""
+    entries = own.tensors
+    for leaf in leaves_of(own.values, state, {key: entry.global_shape for key, entry in entries.items()}):
+        entry = entries[leaf.key]
+        in_parts = entry.part != Part.whole(entry.global_shape)
+        if leaf.wanted(entry.dtype, entry.global_shape, in_parts) != (entry.part, ""):
+            return False
+    return True
 
 
-def _says_all(holder: object) -> bool:
+def _names_all(holder: object) -> bool:
     """Say whether what an object holds now names all that it can take: not so an optimizer before a step."""
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
     return not isinstance(holder, (*kinds, dict, list))
 
 
-def _lacks_entries(rank_file: RankFile, state: LiveState) -> bool:
-    left: set[str] = set()
+def _lacks_entries(own: RankFile, state: LiveState) -> bool:
+    """Say whether modules have other tensors than a rank's own files."""
     for name, holder in state.items():
-        value = rank_file.values.get(name)
+        value = own.values.get(name)
         if isinstance(holder, torch.nn.Module) and value is not None:
-            content = state.content(name)
-            prune(value, content, left)
-            if left or absent(value, content, name):
+            content, merger = state.content(name), Merger(complete=True)
+            merger.merge([(0, value)], content, name)
+            if merger.left or absent(value, content, name):
                 return True
     return False
-
-
-def _require_same(manifest: Manifest, digest: str, commit: str) -> None:
-    """Check that a copy is the one that the ranks agreed on.
-
-    Raises:
-        DamagedCopy: it is another one.
-    """
-    found = evidence(manifest, digest)
-    if found != commit:
-        raise DamagedCopy(Damage(MANIFEST, f"{commit}, as all ranks saw it", found))
 
 
 def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,77 +296,97 @@ def _condition(manifest: Manifest, identity: Identity) -> str:
     return f"{names} may change if {loadable('outlast', saved, here).why}"
 
 
+def _random(
+    states: dict[str, Any], manifest: Manifest, identity: Identity, commit: str
+) -> tuple[dict[str, Any], str]:
+    """Return the random states of a rank of another world, given those of a saved one, and what to note."""
+    alike = len(manifest.alike(RANDOM)) == 1
+    if alike and _same_world(manifest, identity):
+        return states, ""
+    drawn = "" if alike else "random states follow from the checkpoint and the rank; "
+    return states if alike else derived_random(f"{commit}:{identity.rank}", states), (
+        f"saved by {_ranks(manifest)} and loaded by {_ranks(identity)}: {drawn}the run is"
+        " repeatable, and no longer bit for bit the one that it would have been"
+    )
+
+
 class _Plan:
     """One rank's way from the files of all ranks to what it has use for.
 
     Args:
         world: what was saved.
-        commit: digest of its manifest.
         identity: this rank.
         state: the live objects.
-        threads: that it may use.
+        own: the rank's document if as many ranks saved and each has its entries, so that only the parts of
+            distributed tensors are others; else None.
+
+    Attributes:
+        left: keys of tensors for which the live objects have no use.
     """
 
-    def __init__(self, world: World, commit: str, identity: Identity, state: LiveState, threads: int) -> None:
+    def __init__(self, world: World, identity: Identity, state: LiveState, own: RankFile | None) -> None:
         self._world = world
-        self._threads = threads
-        self._commit = commit
         self._identity = identity
         self._state = state
-        # As many ranks as saved, and each has its entries: only the parts of distributed tensors are others.
-        self._same_ranks = _same_world(world.manifest, identity) and not _lacks_entries(
-            world.document(identity.rank), state
-        )
+        self._own = own
         self._problems: list[str] = []
         self._absent: list[str] = []  # what no rank has saved
-        self._left: set[str] = set()
-        self._orders: dict[str, tuple[int, ...] | None] = {}  # strides of what this rank gets, by key
+        self.left: set[str] = set()
 
-    def received(self) -> Received:
-        """Return what this rank gets.
+    def merged(self) -> RankFile:
+        """Return the documents of all ranks as one, with what this rank has use for.
 
         Raises:
-            CheckpointMismatch: it cannot get it; names the first few reasons.
+            CheckpointMismatch: they cannot be put together; names the first few reasons.
+        """
+        world, values = self._world, dict[str, Json]()
+        for name in world.names:
+            said = world.values(name)
+            tensors = set().union(*(references(value) for _, value in said))
+            if name not in self._state:
+                self.left |= tensors
+                if not tensors and all(run.digest for run in world.manifest.contents[STATE + name]):
+                    values[name] = said[0][1]
+                continue
+            complete = bool(tensors) and _names_all(self._state[name])
+            content = self._state.content(name) if complete or len(said) > 1 else None
+            values[name] = Merger(complete, self._problems, self.left).merge(said, content, name)
+            self._absent += absent(values[name], content, name) if complete else ()
+        self._refuse()
+        rest = [file for _, file in world.differing(REST)]
+        kinds = {name: kind for file in rest for name, kind in file.kinds.items() if name in values}
+        first, *others = (file.parameters for file in rest)  # where ranks differ, pieces are compared
+        common = {name: one for name, one in first.items() if all(each.get(name) == one for each in others)}
+        return replace(world.document(0), values=values, kinds=kinds, parameters=common, flags={})
+
+    def parts(
+        self, folder: CopyFolder, values: Mapping[str, Json], threads: int
+    ) -> tuple[_Targets, Callable[[], object]]:
+        """Return memory for the tensors for which this rank has use, and what reads them.
+
+        Raises:
+            CheckpointMismatch: it cannot get them; names the first few reasons.
         """
         world, rank = self._world, self._identity.rank
-        values = world.document(rank).values if self._same_ranks else self._merged()
-        self._refuse()
         targets = self._targets(values)
         moves: list[Move] = []
         for key, target in targets.items():
-            entry_in = partial(world.entry, key)
-            found, why = moves_to(target, self._held(key, target.part), rank, entry_in)
+            found, why = world.moves(key, target, rank, self._own is not None)
             moves += found
-            if why:
-                self._problems.append(f"{key} {why}")
+            self._problems += [why] if why else []
         self._refuse()
-        live = {key: target.typed(world.dtype(key), self._orders[key]) for key, target in targets.items()}
-        decoder = Decoder(MANIFEST, live)
-        random_states, note = self._random()
-        rest = [file for _, file in world.differing(REST)]
-        kinds = {name: kind for file in rest for name, kind in file.kinds.items()}
-        saved = {name: decoder.decode(value) for name, value in values.items()}
 
-        def fill(folder: CopyFolder, state: Mapping[str, object]) -> Landing:
-            self._fill(folder, moves, targets)
-            return Landing(state, saved, self._threads, views=False)
+        def read() -> None:
+            keys = [key for key in world.forms if self._own is None or world.in_parts(key)]
+            self._problems += world.differences(keys, rank, self._identity.world_size)
+            self._refuse()
+            carry_out(folder, world.file, moves, threads)
 
-        return Received(
-            saved=saved,
-            kinds={name: kind for name, kind in kinds.items() if name in values},
-            parameters=_common([file.parameters for file in rest]),
-            random=random_states,
-            cursor=Decoder(MANIFEST, {}).decode(world.manifest.cursor),
-            nbytes=sum(target.octets.numel() for target in targets.values()),
-            note=note,
-            left=tuple(sorted(self._left - targets.keys())),
-            flags=world.document(rank).flags if self._same_ranks else {},
-            fill=fill,
-        )
+        return targets, read
 
     def _refuse(self) -> None:
         """Raise what stands against loading, if anything does."""
-        problems = [name_differences(self._left, self._absent)] if self._absent else []
+        problems = [name_differences(self.left, self._absent)] if self._absent else []
         problems += self._problems
         if not problems:
             return
@@ -376,60 +400,26 @@ class _Plan:
             f"saved by {_ranks(manifest)}, it cannot be loaded by {now}: {what}{condition}"
         )
 
-    def _merged(self) -> dict[str, Json]:
-        """Put the values of all ranks together as this rank has use for them."""
-        merger = Merger(self._problems, self._left)
-        world, values = self._world, dict[str, Json]()
-        for name in world.names:
-            said = world.values(name)
-            tensors = set().union(*(references(value) for _, value in said))
-            if name not in self._state:
-                self._left |= tensors
-                if world.is_everywhere(name) and not tensors:
-                    values[name] = said[0][1]
-                continue
-            content = self._state.content(name) if tensors and _says_all(self._state[name]) else None
-            said = [(rank, prune(value, content, self._left)) for rank, value in said]
-            values[name] = merger.merge(said, lambda name=name: self._state.content(name), name)  # type: ignore[misc]
-            self._absent += absent(values[name], content, name)
-        return values
-
-    def _held(self, key: str, part: Part) -> list[Held]:
-        """Return what is stored of a part of a tensor and is this rank's to take."""
-        if self._same_ranks and not self._world.in_parts(key):
-            return [Held(part, (self._world.source(self._identity.rank, key),))]
-        return self._world.held(key, part)
-
-    def _targets(self, values: Mapping[str, Json]) -> dict[str, Target]:
-        """Return memory for each tensor that this rank has use for, by key."""
+    def _targets(self, values: Mapping[str, Json]) -> _Targets:
+        """Return memory for each tensor that this rank has use for; of each object it is one block."""
         world = self._world
-        wanted: dict[str, Part] = {}
+        wanted: dict[str, tuple[Part, torch.dtype, tuple[int, ...] | None]] = {}
         named = [references(value) for value in values.values()]
-        shapes = {key: world.shape(key) for keys in named for key in keys}
+        shapes = {key: world.forms[key].shape for keys in named for key in keys}
         for leaf in leaves_of(values, self._state, shapes):
-            part = self._part(leaf)
-            self._orders.setdefault(leaf.key, self._order(leaf, part))
-            if wanted.setdefault(leaf.key, part) != part:
+            form = world.forms[leaf.key]
+            part, why = leaf.wanted(form.dtype, form.shape, world.in_parts(leaf.key))
+            self._problems += [why] if why else []
+            order = self._order(leaf, part)
+            if wanted.setdefault(leaf.key, (part, world.dtype(leaf.key), order))[0] != part:
                 self._problems.append(f"{leaf.path} is tied to {leaf.key}, but has another part of it here")
-        self._problems += filter(None, (world.disagreement(key) for key in wanted))
+        self._problems += filter(None, map(world.disagreement, wanted))
         self._refuse()
-        targets: dict[str, Target] = {}
+        targets: _Targets = {}
         for each in named:
-            keys = [key for key in wanted if key in each and key not in targets]
-            targets.update(reserve({key: (wanted[key], world.dtype(key).itemsize) for key in keys}))
+            keys = each - targets.keys()
+            targets |= reserve({key: one for key, one in wanted.items() if key in keys})
         return targets
-
-    def _part(self, leaf: Leaf) -> Part:
-        """Return which part of a tensor this rank has use for; where that cannot be told, all of it."""
-        form, piece = self._world.form(leaf.key), wanted_of(leaf)
-        if piece is None and self._world.in_parts(leaf.key):
-            self._problems.append(f"{leaf.path} was saved in parts, and what part is live here is not known")
-        elif leaf.live is not None and piece is not None and distributed(leaf.live):
-            here = f"{dtype_name(leaf.live.dtype)}{list(piece.global_shape)}"
-            if here == form.text or (leaf.of_optimizer and piece.global_shape == form.shape):
-                return piece.part
-            self._problems.append(f"{leaf.path} is {form.text} in the checkpoint, {here} here")
-        return Part.whole(form.shape)
 
     def _order(self, leaf: Leaf, part: Part) -> tuple[int, ...] | None:
         """Return the strides of what this rank gets: as saved, or the live tensor's where that is a part.
@@ -437,38 +427,10 @@ class _Plan:
         Of distributed tensors the live one's memory takes what is read, in its own order.
         """
         world, live = self._world, leaf.live
-        own = self._same_ranks and not world.in_parts(leaf.key)
-        source = world.source(self._identity.rank, leaf.key) if own else world.first(leaf.key)
-        entry = world.entry(leaf.key, source)
+        own = self._own is not None and not world.in_parts(leaf.key)
+        entry = world.entry(leaf.key, world.source(leaf.key, self._identity.rank if own else None))
         if entry.shape == part.shape:
             return entry.strides
         if live is None or distributed(live) or tuple(live.shape) != part.shape:
             return None
         return order_of(live)
-
-    def _random(self) -> tuple[dict[str, Any], str]:
-        world, rank, manifest = self._world, self._identity.rank, self._world.manifest
-        chosen = rank if self._same_ranks else 0
-        source = rank_files(chosen, manifest.world_size).document
-        found = require_random(Decoder(source, {}).decode(world.document(chosen).random), source)
-        alike = len(manifest.alike(RANDOM)) == 1
-        if self._same_ranks or (alike and _same_world(manifest, self._identity)):
-            return found, ""
-        states = found if alike else derived_random(f"{self._commit}:{rank}", found)
-        drawn = "" if alike else "random states follow from the checkpoint and the rank; "
-        return states, (
-            f"saved by {_ranks(manifest)} and loaded by {_ranks(self._identity)}: {drawn}the run is"
-            " repeatable, and no longer bit for bit the one that it would have been"
-        )
-
-    def _fill(self, folder: CopyFolder, moves: Sequence[Move], targets: Mapping[str, Target]) -> None:
-        world, identity = self._world, self._identity
-        keys = [key for key in world.keys if not self._same_ranks or world.in_parts(key)]
-        pairs = world.pairs(keys, identity.rank, identity.world_size)
-        for key, one, other in differing(folder, world.file, pairs):
-            whose = f"{world.named(one)} and on {world.named(other)}"
-            self._problems.append(f"{key} is not the same on {whose}, which saved it")
-        self._refuse()
-        carry_out(folder, world.file, moves, self._threads)
-        for key, target in targets.items():
-            put_in_order(target.octets, target.part.shape, self._orders[key])

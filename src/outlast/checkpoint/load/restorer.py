@@ -13,7 +13,7 @@ from outlast.checkpoint.content.state import apply, require_fit, require_shapes
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups
-from outlast.checkpoint.load.landing import Landing
+from outlast.checkpoint.load.landing import land
 from outlast.checkpoint.load.reading import Lend
 from outlast.checkpoint.load.reshard import Received, open_part, require_claimed
 from outlast.checkpoint.policy.manifest import is_shared, place_of, some
@@ -83,7 +83,6 @@ class _Attempt:
         self._marks = marks
         self._state = state
         self._received: Received | None = None
-        self._landing: Landing | None = None
         self.cursor: Any = None  # the data cursor of the copy, once it is applied
         self.flags: dict[str, list[str]] = {}  # and its flags
 
@@ -161,7 +160,7 @@ class _Attempt:
                     received.saved.setdefault(name, {})
             self._groups.fit(self._state, received.saved, received.parameters)
             require_fit(self._state, received.saved, received.kinds, received.parameters)
-            self._landing = received.fill(folder, self._state)
+            received.fill()
         except CheckpointMismatch as error:
             raise CheckpointMismatch(
                 f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
@@ -171,14 +170,13 @@ class _Attempt:
 
     def apply(self) -> dict[str, Any]:
         """Put this rank's part into the live objects."""
-        received, landing = self._received, self._landing
+        received = self._received
         assert received is not None, "examine() came first on every rank"
-        assert landing is not None, "it has read the tensors"
         note = received.note
-        self._received, self._landing, self.cursor = None, None, received.cursor
+        self._received, self.cursor = None, received.cursor
         self.flags = received.flags
         try:
-            landing.land()
+            land(self._state, received.saved, self._around.threads, received.views)
             notes = (note, apply(self._state, received.saved, received.random, received.parameters))
         except (CheckpointMismatch, RuntimeError) as error:  # a device failed, or has no room
             raise CheckpointMismatch(

@@ -8,26 +8,25 @@ belongs to single ranks; it is not known which rank of another world would get i
 from __future__ import annotations
 
 import json
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from outlast.checkpoint.content.codecs import Coded, Piece, distributed, piece_of, unsupported
+from outlast.checkpoint.content.codecs import Coded, distributed, piece_of, unsupported
 from outlast.checkpoint.content.rank_file import RankFile
 from outlast.checkpoint.content.state import LiveState, template_of
 from outlast.checkpoint.content.typed_forms import Json, references
-from outlast.checkpoint.content.typed_json import Decoder, element_type_of
-from outlast.checkpoint.load.reading import Held, Stored
+from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
+from outlast.checkpoint.load.reading import Move, Stored, Target, differing
 from outlast.checkpoint.policy.manifest import (
     MANIFEST,
     STATE,
     TABLE,
     FileEntry,
     Manifest,
+    Row,
     rank_files,
     some,
 )
@@ -36,36 +35,39 @@ from outlast.checkpoint.tiers.inventory import read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import UsageError
 from outlast.fields import Damage, DamagedCopy
-from outlast.parallelism.policy.slices import Part, Split, divided, overlapping
+from outlast.parallelism.policy.slices import Part, Split, cover, divided, overlapping
+
+
+class Held(NamedTuple):
+    """A stored part of a tensor, and who has it.
+
+    Args:
+        part: where in the whole it is.
+        sources: numbers of the files, see :class:`outlast.checkpoint.load.reading.Stored`.
+    """
+
+    part: Part
+    sources: Sequence[int]
 
 
 class _Group:
-    """Ranks that have the same table, or one file that all ranks share.
+    """The files that have the same table: of some ranks, or one that all ranks share.
 
     Args:
         table: theirs.
-        borrowed: numbers of the files that have other tensors of them, by key.
-        sources: numbers of the files, as in :attr:`World.files`, in order.
-        coordinates: place of each rank in the meshes of the table.
+        rows: their rows in the manifest, by number of the file, in order.
+
+    Raises:
+        DamagedCopy: a row does not fit the table.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        borrowed: Mapping[str, int],
-        sources: Sequence[int],
-        coordinates: Sequence[Sequence[Sequence[int]]],
-    ) -> None:
+    def __init__(self, table: Table, rows: Mapping[int, Row]) -> None:
+        for row in rows.values():
+            table.require_place(MANIFEST, row.coordinates)
         self.table = table
-        self.borrowed = borrowed
-        self.sources = sources
-        self._coordinates = coordinates
+        self.rows = rows
+        self.sources = list(rows)
         self._at: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
-
-    def part(self, key: str, source: int) -> Part:
-        """Return which part of a tensor a rank has."""
-        coordinates = self._coordinates[bisect_left(self.sources, source)]
-        return self.table.forms[key].of(self.table.meshes, coordinates)
 
     def holding(self, form: Form, wanted: Part) -> Iterator[Held]:
         """Yield what is stored of a tensor and overlaps a part of it."""
@@ -81,20 +83,18 @@ class _Group:
 
     def is_divided(self, form: Form) -> bool:
         """Say whether no two ranks have the same part of a tensor."""
-        different = 1 if form.mesh is None else len(self._index(form))
-        return different == len(self.sources)
+        return len(self.sources) == (1 if form.mesh is None else len(self._index(form)))
 
     def _index(self, form: Form) -> dict[tuple[int, ...], list[int]]:
-        """Return the ranks by their places along the dimensions of the mesh by which a tensor is divided."""
+        """Return the files by their places along the dimensions of the mesh by which a tensor is divided."""
         mesh, dimensions = form.mesh or 0, tuple(along for _, along in form.cuts)
         known = (mesh, *dimensions)
-        found = self._at.get(known)
-        if found is None:
+        if known not in self._at:
             found = self._at[known] = {}
-            for source, coordinates in zip(self.sources, self._coordinates, strict=True):
-                place = tuple(coordinates[mesh][along] for along in dimensions)
+            for source, row in self.rows.items():
+                place = tuple(row.coordinates[mesh][along] for along in dimensions)
                 found.setdefault(place, []).append(source)
-        return found
+        return self._at[known]
 
 
 def _within(
@@ -119,6 +119,10 @@ class World:
         folder: the copy.
         manifest: its manifest.
 
+    Attributes:
+        names: of the state objects.
+        forms: of the tensors, by key, as the first ranks have them that have them.
+
     Raises:
         DamagedCopy: a byte is not as it was committed, or the folder lacks a document.
         CheckpointMismatch: another version wrote it.
@@ -127,42 +131,44 @@ class World:
 
     def __init__(self, folder: CopyFolder, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.forms: dict[str, Form] = {}
         self._folder = folder
-        self._read: dict[int, RankFile] = {}
+        self._documents: dict[int, RankFile] = {}
         self._shared: dict[int, Shard] = {}
         self._entries: dict[int, dict[str, TensorEntry]] = {}
+        self._group_of: dict[int, _Group] = {}
+        self._having: dict[str, list[_Group]] = {}
         self.names = tuple(name.removeprefix(STATE) for name in manifest.contents if name.startswith(STATE))
         for name in self.names:
             for rank, value in self.values(name):
                 file = self.document(rank)
                 stands = dict.fromkeys(file.tensors, torch.empty(0))  # what is put together is typed JSON
                 Decoder(rank_files(rank, manifest.world_size).document, stands).decode(value)
-        self._groups = [
-            self._group(self.document(ranks[0]), ranks) for ranks in manifest.alike(TABLE).values()
-        ]
-        self._group_of = {source: group for group in self._groups for source in group.sources}
-        borrowed = sorted({number for group in self._groups for number in group.borrowed.values()})
-        for number in borrowed:
+        self._borrowed: dict[int, Mapping[str, int]] = {}
+        for ranks in manifest.alike(TABLE).values():
+            file = self.document(ranks[0])
+            self._borrowed |= dict.fromkeys(ranks, file.borrowed)
+            self._add(file.shard.table, {rank: manifest.row(rank) for rank in ranks})
+        for number in sorted({number for each in self._borrowed.values() for number in each.values()}):
             source = manifest.world_size + number
-            group = self._group_of[source] = _Group(self._shared[number].table, {}, (source,), ((),))
-            self._groups.append(group)
-        self._having: dict[str, list[_Group]] = {}
-        for group in self._groups:
-            for key, form in group.table.forms.items():
-                _require_width(MANIFEST, key, form)
-                self._having.setdefault(key, []).append(group)
+            self._add(self._shared[number].table, {source: manifest.shared[number]})
 
-    def _group(self, file: RankFile, ranks: Sequence[int]) -> _Group:
-        coordinates = [self.manifest.own[rank].coordinates for rank in ranks]
-        for one in coordinates:
-            file.shard.table.require_place(MANIFEST, one)
-        return _Group(file.shard.table, file.borrowed, ranks, coordinates)
+    def _add(self, table: Table, rows: Mapping[int, Row]) -> None:
+        group = _Group(table, rows)
+        self._group_of |= dict.fromkeys(rows, group)
+        for key, form in table.forms.items():
+            expected = element_type_of(form.dtype, MANIFEST).itemsize
+            if expected != form.width:
+                what = f"{key} of {expected} bytes an element"
+                raise DamagedCopy(Damage(MANIFEST, what, str(form.width)))
+            self.forms.setdefault(key, form)
+            self._having.setdefault(key, []).append(group)
 
     def document(self, rank: int) -> RankFile:
         """Return the document of a rank."""
-        if rank not in self._read:
-            self._read[rank] = read_rank_file(self._folder, self.manifest, rank, self._shared)
-        return self._read[rank]
+        if rank not in self._documents:
+            self._documents[rank] = read_rank_file(self._folder, self.manifest, rank, self._shared)
+        return self._documents[rank]
 
     def differing(self, content: str) -> list[tuple[int, RankFile]]:
         """Return a document for each digest that a content has, and its rank."""
@@ -172,50 +178,27 @@ class World:
         """Return all contents of a state object, each with the first rank that has it."""
         return [(rank, file.values[name]) for rank, file in self.differing(STATE + name)]
 
-    def is_everywhere(self, name: str) -> bool:
-        """Say whether all ranks have a state object."""
-        return all(run.digest for run in self.manifest.contents[STATE + name])
-
-    @property
-    def keys(self) -> Collection[str]:
-        """The keys of all tensors."""
-        return self._having.keys()
-
     def file(self, source: int) -> FileEntry:
         """Return a safetensors file: of a rank, or behind the ranks one that all share."""
         first = self.manifest.world_size
         of = self.manifest.of_rank(source) if source < first else self.manifest.of_shared(source - first)
         return of[0]
 
-    def named(self, source: int) -> str:
+    def _named(self, source: int) -> str:
         """Return whose file it is, for messages; see :meth:`file`."""
         own = source < self.manifest.world_size
         return f"rank {source}" if own else f"the ranks that share {self.file(source).name}"
 
-    def source(self, rank: int, key: str) -> int:
-        """Return the number of the file in which a rank has a tensor."""
-        shared = self._group_of[rank].borrowed.get(key)
+    def source(self, key: str, rank: int | None = None) -> int:
+        """Return the number of the file in which a rank has a tensor; None: the first rank that has it."""
+        if rank is None:
+            return self._having[key][0].sources[0]
+        shared = self._borrowed[rank].get(key)
         return rank if shared is None else self.manifest.world_size + shared
-
-    def first(self, key: str) -> int:
-        """Return the number of the first file that has a tensor."""
-        return self._having[key][0].sources[0]
-
-    def form(self, key: str) -> Form:
-        """Return the form of a tensor as the first ranks have it that have it."""
-        return self._having[key][0].table.forms[key]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
-        return self.form(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the type of a tensor's elements."""
-        return element_type_of(self.form(key).dtype, key)
-
-    def nbytes(self, key: str) -> int:
-        """Return the bytes of a whole tensor."""
-        return math.prod(self.shape(key)) * self.dtype(key).itemsize
+        return element_type_of(self.forms[key].dtype, key)
 
     def in_parts(self, key: str) -> bool:
         """Say whether any rank has less than the whole of a tensor."""
@@ -223,13 +206,11 @@ class World:
 
     def disagreement(self, key: str) -> str:
         """Return how ranks disagree on the form of a tensor; empty when they do not."""
-        first, *others = self._having[key]
-        for other in others:
-            texts = [one.table.forms[key].text for one in (first, other)]
-            if texts[0] != texts[1]:
-                on = [self.named(one.sources[0]) for one in (first, other)]
-                return f"{key} is {texts[0]} on {on[0]}, {texts[1]} on {on[1]}"
-        return ""
+        first, *others = [(group.table.forms[key].text, group.sources[0]) for group in self._having[key]]
+        other = next((each for each in others if each[0] != first[0]), None)
+        if other is None:
+            return ""
+        return f"{key} is {first[0]} on {self._named(first[1])}, {other[0]} on {self._named(other[1])}"
 
     def held(self, key: str, wanted: Part) -> list[Held]:
         """Return what is stored of a tensor and overlaps a part of it: each part once, with all that have it.
@@ -247,13 +228,43 @@ class World:
     def entry(self, key: str, source: int) -> TensorEntry:
         """Return where a tensor is in a file."""
         if source not in self._entries:
-            own = source < self.manifest.world_size
-            row = (
-                self.manifest.row(source) if own else self.manifest.shared[source - self.manifest.world_size]
+            group = self._group_of[source]
+            row = group.rows[source]
+            self._entries[source] = group.table.entries(
+                MANIFEST, self.file(source), row.begin, row.coordinates
             )
-            table = self._group_of[source].table
-            self._entries[source] = table.entries(MANIFEST, self.file(source), row.begin, row.coordinates)
         return self._entries[source][key]
+
+    def moves(self, key: str, target: Target, reader: int, own: bool = False) -> tuple[list[Move], str]:
+        """Find what to read for a target.
+
+        Args:
+            key: of the tensor.
+            target: what to fill.
+            reader: the rank that reads; of equal parts each reader takes another one.
+            own: the reader takes its own where no rank has less than the whole tensor.
+
+        Returns:
+            What to read, and why it is not all; empty when it is.
+        """
+        wanted = target.part
+        if own and not self.in_parts(key):
+            held = [Held(wanted, (self.source(key, reader),))]
+        else:
+            held = self.held(key, wanted)
+        taken, missing = cover(wanted, [each.part for each in held])
+        commons = (each.part.overlap(wanted) for each in held)
+        if sum(common.numel for common in commons if common) > sum(part.numel for _, part in taken):
+            return [], f"{key} is stored in parts that overlap"
+        if missing:
+            shape, offsets = list(missing[0].shape), list(missing[0].offsets)
+            return [], f"{key} is not complete: no rank stored {shape} at {offsets}"
+        moves = []
+        for place, part in taken:
+            sources = held[place].sources
+            source = sources[reader % len(sources)]
+            moves.append(Move(Stored(source, self.entry(key, source)), part, target))
+        return moves, ""
 
     def pairs(self, keys: Collection[str], reader: int, readers: int) -> list[tuple[str, Stored, Stored]]:
         """Return which stored parts one reader is to compare; together the readers compare all.
@@ -264,33 +275,40 @@ class World:
             readers: how many there are.
         """
         found = []
-        mine = [source for source in self._group_of if source % readers == reader]
+        mine = [(one, group) for one, group in self._group_of.items() if one % readers == reader]
         for key in keys:
-            having = self._having[key]
-            if len(having) == 1 and having[0].is_divided(having[0].table.forms[key]):
+            first, *others = self._having[key]
+            if not others and first.is_divided(first.table.forms[key]):
                 continue
-            for source in mine:
-                group = self._group_of[source]
-                if key not in group.table.forms:
+            for source, group in mine:
+                form = group.table.forms.get(key)
+                if form is None:
                     continue
-                part = group.part(key, source)
-                for same, (first, *_) in self.held(key, part):
-                    its = self._group_of[first].table.forms[key]
-                    if same == part and first != source and its.text == group.table.forms[key].text:
-                        one, other = (Stored(each, self.entry(key, each)) for each in (first, source))
-                        found.append((key, one, other))
+                part = form.of(group.table.meshes, group.rows[source].coordinates)
+                for same, (one, *_) in self.held(key, part):
+                    alike = self._group_of[one].table.forms[key].text == form.text
+                    if same == part and one != source and alike:
+                        stored = [Stored(each, self.entry(key, each)) for each in (one, source)]
+                        found.append((key, stored[0], stored[1]))
         return found
 
+    def differences(self, keys: Collection[str], reader: int, readers: int) -> list[str]:
+        """Compare what :meth:`pairs` returns; return which ranks have other bytes at one place.
 
-def _require_width(source: str, key: str, form: Form) -> None:
-    expected = element_type_of(form.dtype, source).itemsize
-    if expected != form.width:
-        raise DamagedCopy(Damage(source, f"{key} of {expected} bytes an element", str(form.width)))
+        Raises:
+            DamagedCopy: a byte that had to be read is not as it was saved.
+            OSError: the file system refused.
+        """
+        pairs = self.pairs(keys, reader, readers)
+        return [
+            f"{key} is not the same on {self._named(one)} and on {self._named(other)}, which saved it"
+            for key, one, other in differing(self._folder, self.file, pairs)
+        ]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor in a saved state.
+    """A tensor in a saved state, and which part of it a rank has use for.
 
     Args:
         path: where, for messages.
@@ -304,6 +322,26 @@ class Leaf:
     live: torch.Tensor | None
     of_optimizer: bool
 
+    def wanted(self, dtype: str, shape: tuple[int, ...], in_parts: bool) -> tuple[Part, str]:
+        """Return the part that this rank has use for, and why it cannot be told; then it is all.
+
+        Args:
+            dtype: as it was saved, torch's name.
+            shape: of the whole, as it was saved.
+            in_parts: whether ranks have saved less than the whole.
+        """
+        whole, live = Part.whole(shape), self.live
+        if live is None:
+            unknown = f"{self.path} was saved in parts, and what part is live here is not known"
+            return whole, unknown if in_parts else ""
+        if not distributed(live):
+            return whole, ""
+        piece, kind = piece_of(live), dtype_name(live.dtype)
+        if piece.global_shape == shape and (self.of_optimizer or kind == dtype):
+            return piece.part, ""
+        here = f"{kind}{list(piece.global_shape)}"
+        return whole, f"{self.path} is {dtype}{list(shape)} in the checkpoint, {here} here"
+
 
 def leaves_of(
     values: Mapping[str, Json], state: LiveState, shapes: Mapping[str, tuple[int, ...]]
@@ -314,6 +352,9 @@ def leaves_of(
         values: by name.
         state: the live objects.
         shapes: of the whole tensors, by key.
+
+    Raises:
+        UsageError: a live tensor is distributed in a way that is not supported.
     """
     stands = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     keys = {id(tensor): key for key, tensor in stands.items()}
@@ -323,150 +364,126 @@ def leaves_of(
             saved = decoder.decode(value)
             template = template_of(state, name, saved, lambda one: one.shape)
             for path, tensor, live in _pairs(saved, template, name):
+                why = unsupported(live) if distributed(live) else ""
+                if why:
+                    raise UsageError(f"{path} {why}; nothing was loaded or changed")
                 yield Leaf(path, keys[id(tensor)], live, isinstance(state[name], torch.optim.Optimizer))
 
 
-def _pairs(saved: Any, template: Any, path: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+def _pairs(saved: Any, live: Any, path: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    if isinstance(saved, torch.Tensor):
+        yield path, saved, live if isinstance(live, torch.Tensor) else None
+        return
     if isinstance(saved, Coded):
-        yield from _pairs(saved.parts, None, path)
-    elif isinstance(saved, torch.Tensor):
-        yield path, saved, template if isinstance(template, torch.Tensor) else None
-    elif isinstance(saved, Mapping):
-        for key, value in saved.items():
-            live = template.get(key) if isinstance(template, Mapping) else None
-            yield from _pairs(value, live, f"{path}.{key}")
-    elif isinstance(saved, (list, tuple)):
-        for place, value in enumerate(saved):
-            known = isinstance(template, (list, tuple)) and place < len(template)
-            yield from _pairs(value, template[place] if known else None, f"{path}.{place}")
-
-
-def wanted_of(leaf: Leaf) -> Piece | None:
-    """Return which part of a tensor this rank has use for; None when the live object does not say.
-
-    Raises:
-        UsageError: the live tensor is distributed in a way that is not supported.
-    """
-    if leaf.live is None:
-        return None
-    if distributed(leaf.live):
-        why = unsupported(leaf.live)
-        if why:
-            raise UsageError(f"{leaf.path} {why}; nothing was loaded or changed")
-    return piece_of(leaf.live)
+        saved, live = saved.parts, None
+    known = isinstance(saved, (list, tuple))
+    for key, value in enumerate(saved) if known else saved.items() if isinstance(saved, Mapping) else ():
+        yield from _pairs(value, _inner(live, key), f"{path}.{key}")
 
 
 _PAIRS = ("map", "OrderedDict")
 _SHOWN = 80  # characters of a value in a message
 Said = list[tuple[int, Json]]  # what ranks say, each with the rank
+EVERYTHING: Any = object()  # a live object that has a use for whatever was saved
 
 
-class _Everything(Mapping[str, Any]):
-    """A live object that has a use for whatever was saved."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __getitem__(self, key: str) -> _Everything:
-        return self
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-EVERYTHING = _Everything()
+def _inner(live: Any, key: Any) -> Any:
+    """Return the live counterpart of an entry of a mapping, or of a value of a sequence; None: not known."""
+    if live is EVERYTHING:
+        return live
+    if isinstance(live, Mapping):
+        return live.get(key)
+    known = isinstance(live, (list, tuple)) and type(key) is int and key < len(live)
+    return live[key] if known else None
 
 
 @dataclass
 class Merger:
-    """Puts trees together.
+    """Puts trees of typed JSON together.
 
     Args:
-        problems: what could not be; filled.
+        complete: live mappings that are not empty have all that they can take: entries with tensors that
+            they lack are left out.
+        problems: what could not be put together; filled.
         left: keys of tensors that the live objects did not ask for; filled.
     """
 
+    complete: bool = False
     problems: list[str] = field(default_factory=list)
     left: set[str] = field(default_factory=set)
 
-    def merge(self, said: Said, live: Callable[[], Any], path: str) -> Json:
+    def merge(self, said: Said, live: Any, path: str) -> Json:
         """Return one tree.
 
         Args:
             said: the trees of the ranks that have one.
-            live: gives the live counterpart; called where ranks differ.
+            live: the live counterpart; None: not known.
             path: of the tree, for messages.
         """
         rank, first = said[0]
-        if all(tree == first for _, tree in said):
-            return first
+        differing = [each for each in said if each[1] != first]
+        if not differing:
+            if not self.complete:
+                return first
+            said = said[:1]
         form = _form(first)
-        if form and all(_form(tree) == form for _, tree in said):
+        if all(_form(tree) == form for _, tree in differing):
             if form in ("list", "tuple"):
                 return self._sequence(form, said, live, path)
-            return self._mapping(form, said, live, path)
-        other, second = next(pair for pair in said if pair[1] != first)
-        self.problems.append(
-            f"{path} is of single ranks: {_shown(first)} on rank {rank}, {_shown(second)} on rank {other}"
-        )
+            if form:
+                return self._mapping(form, said, live, path)
+        if differing:
+            other, second = differing[0]
+            self.problems.append(
+                f"{path} is of single ranks: {_shown(first)} on rank {rank}, {_shown(second)} on rank {other}"
+            )
         return first
 
-    def _choose(
-        self, said: Sequence[tuple[int, Mapping[str, Json]]], wanted: Mapping[str, Any], path: str
-    ) -> dict[str, Json]:
-        """Put mappings together; of keys that not all ranks have, take those that are wanted.
+    def _mapping(self, form: str, said: Said, live: Any, path: str) -> Json:
+        """Put mappings together; of keys that not all ranks have, take those that are wanted."""
+        known = [(rank, _entries(form, tree)) for rank, tree in said]
+        keys = dict.fromkeys(key for _, entries in known for key in entries)
+        wanted: dict[str, Any] = keys if live is EVERYTHING else _live_entries(live)
+        unwanted = keys.keys() - wanted.keys()
 
-        Args:
-            said: mappings from texts that stand for keys.
-            wanted: the live object's, from the same texts.
-            path: of the mapping, for messages.
-        """
-        keys = list(dict.fromkeys(key for _, entries in said for key in entries))
-        if any(len(entries) < len(keys) for _, entries in said):
+        def tensors(key: str) -> set[str]:
+            return set().union(*(references(entries[key]) for _, entries in known if key in entries))
+
+        dropped = set()
+        if self.complete and wanted:
+            dropped = {key for key in unwanted if type(json.loads(key)) in (str, int) and tensors(key)}
+            unwanted -= dropped
+        keys = {key: None for key in keys if key not in dropped}
+        if any(len(entries.keys() - dropped) < len(keys) for _, entries in known):
             absent = [key for key in wanted if key not in keys]
-            unwanted = {key for key in keys if key not in wanted}
             if absent or len(unwanted) == len(keys):
-                where = f"{path} has other entries on other ranks ({some(keys)})"
-                missing = f", and no rank has {some(absent)}" if absent else ", and none of them is live here"
-                self.problems.append(where + missing)
-            for _, entries in said:
-                self.left.update(*(references(entries[key]) for key in unwanted & entries.keys()))
-            keys = [key for key in keys if key not in unwanted]
-        return {
+                where = f"{path} has other entries on other ranks ({some(map(_text, keys))})"
+                lacking = f"no rank has {some(map(_text, absent))}" if absent else "none of them is live here"
+                self.problems.append(f"{where}, and {lacking}")
+            dropped |= unwanted
+        self.left.update(*map(tensors, dropped))
+        merged = {
             key: self.merge(
-                [(rank, entries[key]) for rank, entries in said if key in entries],
-                lambda key=key: wanted.get(key),  # type: ignore[misc]
+                [(rank, entries[key]) for rank, entries in known if key in entries],
+                live if live is EVERYTHING else wanted.get(key),
                 f"{path}.{_text(key)}",
             )
             for key in keys
+            if key not in dropped
         }
-
-    def _mapping(self, form: str, said: Said, live: Callable[[], Any], path: str) -> Json:
-        content = live()
-        if form == "dict":
-            wanted = content if isinstance(content, Mapping) else {}
-            return {form: self._choose([(rank, tree[form]) for rank, tree in said], wanted, path)}
-        known = [(rank, {json.dumps(key): each for key, each in tree[form]}) for rank, tree in said]
-        wanted = EVERYTHING if content is EVERYTHING else {}
-        if isinstance(content, Mapping) and content:
-            wanted = {json.dumps(key): each for key, each in content.items() if type(key) in (str, int)}
-        merged = self._choose(known, wanted, path)
-        tree: dict[str, Json] = {form: [[json.loads(key), each] for key, each in merged.items()]}
+        tree = _tree(form, merged)
         notes = [each["metadata"] for _, each in said if "metadata" in each]
-        if notes:
-            tree["metadata"] = _together(notes)
+        if notes:  # on layers; one that several ranks have is the same in each
+            kind = _form(notes[0])
+            every = [_entries(kind, each) for each in reversed(notes) if kind in each]
+            tree["metadata"] = _tree(kind, {key: one for each in every for key, one in each.items()})
         return tree
 
-    def _sequence(self, form: str, said: Said, live: Callable[[], Any], path: str) -> Json:
+    def _sequence(self, form: str, said: Said, live: Any, path: str) -> Json:
         lists = [(rank, tree if form == "list" else tree[form]) for rank, tree in said]
-        content = live()
-        inner = content if isinstance(content, (list, tuple)) else ()
-        if all(_names(each) for _, each in lists):
+        if len(lists) > 1 and all(_names(each) for _, each in lists):
             known = list(dict.fromkeys(name for _, each in lists for name in each))
-            inner = known if content is EVERYTHING else inner
+            inner = known if live is EVERYTHING else live if isinstance(live, (list, tuple)) else ()
             if _names(inner) and set(known).issuperset(inner):
                 return list(inner) if form == "list" else {form: list(inner)}
         if len({len(each) for _, each in lists}) > 1:
@@ -474,39 +491,10 @@ class Merger:
             self.problems.append(f"{path} has other lengths on other ranks: {sizes}")
             return said[0][1]
         merged = [
-            self.merge(
-                [(rank, each[place]) for rank, each in lists],
-                lambda place=place: content if content is EVERYTHING else _at(inner, place),  # type: ignore[misc]
-                f"{path}.{place}",
-            )
-            for place in range(len(lists[0][1]))
+            self.merge([(rank, each[at]) for rank, each in lists], _inner(live, at), f"{path}.{at}")
+            for at in range(len(lists[0][1]))
         ]
         return merged if form == "list" else {form: merged}
-
-
-def prune(tree: Json, live: Any, left: set[str]) -> Json:
-    """Return a tree without the entries with tensors that a live object does not have.
-
-    Args:
-        tree: typed JSON.
-        live: the live content; what is no mapping there, or an empty one, says nothing of what is wanted.
-        left: takes the keys of the tensors that were left out.
-    """
-    form = _form(tree)
-    if form == "list":
-        known = live if isinstance(live, (list, tuple)) and len(live) == len(tree) else [None] * len(tree)
-        return [prune(each, one, left) for each, one in zip(tree, known, strict=True)]
-    if form not in ("dict", *_PAIRS) or not isinstance(live, Mapping) or not live:
-        return tree
-    entries = tree[form].items() if form == "dict" else tree[form]
-    kept = []
-    for key, each in entries:
-        wanted = type(key) not in (str, int) or key in live
-        tensors = set() if wanted else references(each)
-        left |= tensors
-        if wanted or not tensors:
-            kept.append([key, prune(each, live.get(key) if type(key) in (str, int) else None, left)])
-    return {**tree, form: dict(kept) if form == "dict" else kept}
 
 
 def absent(tree: Json, live: Any, path: str) -> list[str]:
@@ -514,13 +502,12 @@ def absent(tree: Json, live: Any, path: str) -> list[str]:
     form = _form(tree)
     if form not in ("dict", *_PAIRS) or not isinstance(live, Mapping):
         return []
-    pairs = tree[form].items() if form == "dict" else tree[form]
-    entries = {key: each for key, each in pairs if type(key) in (str, int)}
-    found = [
-        f"{path}.{key}" for key, one in live.items() if isinstance(one, torch.Tensor) and key not in entries
-    ]
-    for key, each in entries.items():
-        found += absent(each, live.get(key), f"{path}.{key}")
+    entries, found = _entries(form, tree), []
+    for key, one in _live_entries(live).items():
+        if key in entries:
+            found += absent(entries[key], one, f"{path}.{_text(key)}")
+        elif isinstance(one, torch.Tensor):
+            found.append(f"{path}.{_text(key)}")
     return found
 
 
@@ -531,26 +518,32 @@ def _form(tree: Json) -> str:
     return next((tag for tag in ("dict", "tuple", *_PAIRS) if type(tree) is dict and tag in tree), "")
 
 
-def _at(values: Sequence[Any], place: int) -> Any:
-    return values[place] if place < len(values) else None
+def _entries(form: str, tree: Json) -> dict[str, Json]:
+    """Return the entries of a mapping in typed JSON, by their keys as JSON."""
+    pairs = tree[form].items() if form == "dict" else tree[form]
+    return {json.dumps(key): each for key, each in pairs}
+
+
+def _tree(form: str, entries: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a mapping of a form; see :func:`_entries`."""
+    pairs = [[json.loads(key), each] for key, each in entries.items()]
+    return {form: dict(pairs) if form == "dict" else pairs}
+
+
+def _live_entries(live: Any) -> dict[str, Any]:
+    """Return the entries of a live mapping whose keys are texts or numbers, by their keys as JSON."""
+    pairs = live.items() if isinstance(live, Mapping) else ()
+    return {json.dumps(key): each for key, each in pairs if type(key) in (str, int)}
 
 
 def _names(values: Sequence[Any]) -> bool:
     return bool(values) and all(type(each) is str for each in values)
 
 
-def _together(notes: list[Json]) -> Json:
-    """Return the notes on layers of all ranks; a layer that several ranks have is the same in each."""
-    form = _form(notes[0])
-    if form == "dict":
-        return {form: {key: each for tree in reversed(notes) for key, each in tree.get(form, {}).items()}}
-    pairs = {json.dumps(key): each for tree in reversed(notes) for key, each in tree.get(form, [])}
-    return {form: [[json.loads(key), each] for key, each in pairs.items()]}
-
-
 def _text(key: str) -> str:
-    """Return how a key reads in a path; that of a mapping with other keys than texts is JSON."""
-    return key.strip('"')
+    """Return how a key reads in a path."""
+    found = json.loads(key)
+    return found if type(found) is str else key
 
 
 def _shown(tree: Json) -> str:

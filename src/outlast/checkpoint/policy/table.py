@@ -109,6 +109,11 @@ class Form:
         return divided or (self.part is not None and self.part[1] != self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.width
+
+    @property
     def text(self) -> str:
         """Type and shape of the whole tensor."""
         return f"{self.dtype}{list(self.shape)}"

@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import take_apart, tensors_in
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, Encoder
-from outlast.checkpoint.load.reading import Target, carry_out, differing, moves_to, reserve
+from outlast.checkpoint.load.reading import Target, carry_out, reserve
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.checkpoint.load.world import EVERYTHING, Merger, World
 from outlast.checkpoint.policy.manifest import (
@@ -65,13 +64,13 @@ def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
         said = world.values(name)
         if not said:
             raise UsageError(f"no state object is called {name!r}; there are {some(world.names, 10)}")
-        found[name] = Merger(problems).merge(said, lambda: EVERYTHING, name)
+        found[name] = Merger(problems=problems).merge(said, EVERYTHING, name)
     if problems:
         raise CheckpointMismatch(f"the ranks' parts cannot be put together: {first_few(problems)}")
     return found
 
 
-def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None:
+def require_alike(world: World, keys: Iterable[str]) -> None:
     """Refuse tensors that ranks saved in other forms, or with other bytes at one place.
 
     Raises:
@@ -81,12 +80,7 @@ def require_alike(folder: CopyFolder, world: World, keys: Iterable[str]) -> None
     """
     wanted = sorted(set(keys))
     problems = list(filter(None, map(world.disagreement, wanted)))
-    if not problems:
-        found = differing(folder, world.file, world.pairs(wanted, 0, 1))
-        problems = [
-            f"{key} is not the same on {world.named(one)} and on {world.named(other)}"
-            for key, one, other in found
-        ]
+    problems = problems or world.differences(wanted, 0, 1)
     if problems:
         raise CheckpointMismatch(f"{first_few(problems)}; nothing was written")
 
@@ -101,10 +95,9 @@ def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) 
     """
     moves = []
     for key, target in targets.items():
-        held = world.held(key, target.part)
-        found, why = moves_to(target, held, 0, partial(world.entry, key))
+        found, why = world.moves(key, target, 0)
         if why:
-            raise CheckpointMismatch(f"{key} {why}; nothing was written")
+            raise CheckpointMismatch(f"{why}; nothing was written")
         moves += found
     carry_out(folder, world.file, moves, share_of_processors(1))
 
@@ -171,7 +164,7 @@ def export_hugging_face(
         world = World(folder, read_manifest(folder, name)[0])
         tree = united(world, (holder,))[holder]
         keys, others = _named(tree)
-        require_alike(folder, world, keys.values())
+        require_alike(world, keys.values())
         groups = _divide(world, keys, max_shard_bytes)
         files: dict[str, str] = {}
         for number, names in enumerate(groups, start=1):
@@ -180,7 +173,7 @@ def export_hugging_face(
             image = _safetensors(folder, world, {each: keys[each] for each in names})
             writer.write(temporary, {file: image})
             files.update(dict.fromkeys(names, file))
-        total = sum(world.nbytes(key) for key in keys.values())
+        total = sum(world.forms[key].nbytes for key in keys.values())
         if len(groups) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             writer.write(temporary, {"model.safetensors.index.json": json.dumps(index, indent=2).encode()})
@@ -214,16 +207,17 @@ def export_dcp(tier: DirectoryTier, name: str, target: Path, holders: Sequence[s
         names = holders or world.names
         values = united(world, names)
         keys = {key for value in values.values() for key in references(value)}
-        require_alike(folder, world, keys)
-        targets = reserve({key: (Part.whole(world.shape(key)), world.dtype(key).itemsize) for key in keys})
+        require_alike(world, keys)
+        wanted = {key: (Part.whole(world.forms[key].shape), world.dtype(key), None) for key in keys}
+        targets = reserve(wanted)
         read_whole(folder, world, targets)
-        decoder = Decoder(name, {key: each.typed(world.dtype(key)) for key, each in targets.items()})
+        decoder = Decoder(name, {key: each.tensor for key, each in targets.items()})
         state = {each: decoder.decode(value) for each, value in values.items()}
         place = writer.folder / temporary
         with _dcp(f"the export of {name}", target):
             save(state, storage_writer=FileSystemWriter(place))
         files = tuple(sorted(path.name for path in place.iterdir()))
-    return Exported(files, sum(world.nbytes(key) for key in keys))
+    return Exported(files, sum(world.forms[key].nbytes for key in keys))
 
 
 def import_dcp(
@@ -371,7 +365,7 @@ def _divide(world: World, keys: Mapping[str, str], limit: int) -> list[list[str]
     groups: list[list[str]] = [[]]
     size = 0
     for name, key in keys.items():
-        nbytes = world.nbytes(key)
+        nbytes = world.forms[key].nbytes
         if groups[-1] and size + nbytes > limit:
             groups.append([])
             size = 0
@@ -383,7 +377,7 @@ def _divide(world: World, keys: Mapping[str, str], limit: int) -> list[list[str]
 def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> memoryview:
     """Return the image of a safetensors file with whole tensors, the keys given by name."""
     stands = {
-        name: torch.empty(world.shape(key), dtype=world.dtype(key), device="meta")
+        name: torch.empty(world.forms[key].shape, dtype=world.dtype(key), device="meta")
         for name, key in keys.items()
     }
     layout = lay_out(stands, {"format": "pt"})
@@ -395,7 +389,8 @@ def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> m
     octets, view = as_tensor(memory), memoryview(memory)[: layout.nbytes]
     view[: len(layout.header)] = layout.header
     for name, entry in layout.entries.items():
-        target = Target(Part.whole(entry.shape), octets[entry.begin : entry.end])
+        place = octets[entry.begin : entry.end]
+        target = Target(Part.whole(entry.shape), place, world.dtype(keys[name]))
         read_whole(folder, world, {keys[name]: target})
     return view
 
