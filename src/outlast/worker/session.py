@@ -23,7 +23,7 @@ from outlast.checkpoint.load.restorer import Restored
 from outlast.checkpoint.policy.cadence import NextSave, PutOff
 from outlast.checkpoint.policy.manifest import is_training, some
 from outlast.checkpoint.policy.resolve import marks_for
-from outlast.checkpoint.save.engine import MemorySaves
+from outlast.checkpoint.save.memory_saves import MemorySaves
 from outlast.checkpoint.save.staging import Order
 from outlast.config import CheckpointOptions, PreemptionOptions, TripwireOptions
 from outlast.errors import StaleGeneration, UsageError

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from outlast.checkpoint import checkpointer
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.save import engine, staging
+from outlast.checkpoint.save import staging
 from outlast.checkpoint.save.staging import Order
 from outlast.errors import RunFolderUnusable, SaveFailed
 from outlast.ipc.heartbeat_page import HeartbeatReader
@@ -87,7 +88,7 @@ def test_a_launcher_goes_elsewhere_when_shared_memory_is_full(
 def test_memory_that_fills_up_loses_saves_by_name_and_the_saver_lives(
     node: Node, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (engine, staging):
+    for module in (checkpointer, staging):
         monkeypatch.setattr(module, "_ROOM_SECONDS", 0.0)
     job = Job(0)
     saver = node.join(job, buffers=2)

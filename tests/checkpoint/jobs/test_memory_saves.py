@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outlast.checkpoint.policy.cadence import FIRST_STEPS
-from outlast.checkpoint.save.engine import MemorySaves
+from outlast.checkpoint.save.memory_saves import MemorySaves
 from outlast.ipc.exchange import SoloExchange
 
 

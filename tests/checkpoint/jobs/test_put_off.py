@@ -9,11 +9,12 @@ from tests.support.launching import Run, running
 SCRIPT = """
 import os, signal
 import outlast, torch
+from outlast.checkpoint.content import memory
 from outlast.checkpoint.save import buffers
 
 rank, generation = int(os.environ["RANK"]), os.environ["OUTLAST_GENERATION"]
 if rank == 1:  # its thread makes no buffer that no save waits for
-    buffers._REST, buffers._AT_ONCE = 1e9, 0
+    buffers._REST, buffers._AT_ONCE, memory._PAGES_BYTES = 1e9, 0, 4096
 torch.distributed.init_process_group("gloo")
 options = outlast.CheckpointOptions(save_interval=5, async_save=False)  # no save overtakes another
 with outlast.start(checkpoints=options) as session:

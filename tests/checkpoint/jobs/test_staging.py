@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ import torch
 
 from outlast.checkpoint.content.digest import chunk_digests, row_of
 from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file
+from outlast.checkpoint.content.recapture import Capturer
 from outlast.checkpoint.content.state import capture_random, content_of, restore_random
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
 from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.save import staging as stager
 from outlast.checkpoint.save.buffers import Buffers
-from outlast.checkpoint.save.staging import Order, Stager
+from outlast.checkpoint.save.sharing import NO_PART
+from outlast.checkpoint.save.staging import Order, RankLayout, Stager, Taken
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.fields import Fields
 from tests.support import changes
@@ -39,11 +42,15 @@ class Staging:
         (self.stage.pool / "0").mkdir()
         buffers = Buffers(self.stage, "session", rank_files(0, 1)[0], 9)
         self.stager = Stager(MemoryFolder(root), identity, (0,), buffers, lambda: None)
+        self.capture, self.layout = Capturer().capture, RankLayout(identity)
 
     def content(self, step: int, state: dict[str, object], lazily: bool = False) -> dict[str, Any]:
         """Stage a state; return what the files say of it, by name."""
-        taken = self.stager.take(Order(step, False, "a test"), state)
-        assert self.stager.stage(taken, state, DEADLINE, lazily) is not None
+        captured = self.capture(state)
+        layout = self.layout.of(captured, (), step)
+        order, self.stager.lazy = Order(step, False, "a test"), lazily
+        taken = Taken(order, state, captured, layout, NO_PART, time.monotonic())
+        assert self.stager.stage(taken, DEADLINE) is not None
         self.stager.fence()
         folder = self.stage.staging(copy_name(step, 1), "session")
         names = rank_files(0, 1)

@@ -204,7 +204,6 @@ def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node
     saver = node.join(job, buffers=2)
     os.kill(node.saver.pid, signal.SIGSTOP)
     train_and_save(saver, job, range(1, 3), lambda _: True)
-    saver._engine._around = saver._around  # type: ignore[union-attr]
     object.__setattr__(saver._around.settings, "timeout", 0.2)
     assert not saver.stage(Order(3, True, "a test"), job.state)
     os.kill(node.saver.pid, signal.SIGCONT)

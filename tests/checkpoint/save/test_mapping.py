@@ -162,19 +162,21 @@ def test_a_save_waits_for_a_buffer_only_where_there_is_no_other(
     """The thread that makes buffers rests for years after each window, until a save waits."""
     monkeypatch.setattr(module, "_AT_ONCE", 0)
     monkeypatch.setattr(module, "_REST", 1e9)
+    monkeypatch.setattr(memory, "_PAGES_BYTES", _PAGE)
     pool = buffers(2)
-    pool.prepare_beside(_PAGE)
+    pool.prepare_beside(2 * _PAGE)
     until(lambda: hidden(pool), "the first buffer")
     assert not pool.ready
-    first = claimed(pool, "step-1", _PAGE)
+    first = claimed(pool, "step-1", 2 * _PAGE)
     until(lambda: hidden(pool), "the second buffer")
     assert not pool.ready
     pool.give_back(first)
     assert pool.ready
-    assert claimed(pool, "step-2", _PAGE).memory is first.memory
+    assert claimed(pool, "step-2", 2 * _PAGE).memory is first.memory
     assert hidden(pool)
-    assert claimed(pool, "step-3", _PAGE).memory is not first.memory
-    assert pool.claim("step-4", _PAGE, 0.0, lambda: None) is None
+    assert pool.claim("step-3", 2 * _PAGE, 1e-9, lambda: None) is None, "it waits for no longer than it may"
+    assert claimed(pool, "step-3", 2 * _PAGE).memory is not first.memory
+    assert pool.claim("step-4", 2 * _PAGE, 0.0, lambda: None) is None
 
 
 def test_buffers_of_a_process_that_was_killed_are_used_again(

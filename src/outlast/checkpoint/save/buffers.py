@@ -29,6 +29,7 @@ _NICENESS = 10  # of the thread: it takes a tenth of a processor where training 
 _LENDS = 16 << 20  # bytes; a smaller file is loaded through private memory
 _AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
 _AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
+_TURN_SECONDS = 120.0  # for which one that is being made is waited for; no more of them are made then
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
 _BLOCK = 512  # bytes; st_blocks counts in them
 
@@ -40,12 +41,10 @@ class Buffer:
     Args:
         path: its place as a part of a copy that is being staged.
         memory: its content, shared with everybody who opens the file.
-        waited: seconds until one was free.
     """
 
     path: Path
     memory: mmap.mmap
-    waited: float
 
 
 class Buffers:
@@ -56,20 +55,27 @@ class Buffers:
         session: of the ranks.
         file: name of the file in every copy.
         limit: how many there may be.
+        waiting: entered around a wait for the disk.
     """
 
-    def __init__(self, stage: Stage, session: str, file: str, limit: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        session: str,
+        file: str,
+        limit: int,
+        waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self._stage = stage
         self._session = session
         self._file = file
         self._name = pool_of(file)
         self._pool = stage.pool / self._name
         self._limit = limit
-        self.waiting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext  # for the disk
+        self.waiting = waiting
         self._changed = threading.Condition()  # of what follows
-        self._prepares = True
-        self._making = False  # a buffer is made, or mapped; one at a time
-        self._whole = False  # it has all of its pages since before
+        self._stopped = threading.Event()  # no more buffers are made beside training
+        self._making = False  # a buffer is made, mapped or lent; one at a time
         self._mapped: dict[int, Mapping] = {}  # by inode, since files go from folder to folder
         self._awaited = threading.Event()  # a save waits for the buffer that is being made
         self._beside = False  # a thread prepares buffers while training goes on
@@ -86,8 +92,7 @@ class Buffers:
     @property
     def ready(self) -> bool:
         """Whether a save need not wait for the pages of a buffer."""
-        maps = self._making and self._whole  # it is there in a moment
-        return not self._lacking or maps or any(not _is_hidden(free) for free in self._stage.free(self._name))
+        return not self._lacking or any(map(_has_pages, self._stage.free(self._name)))
 
     def prepare_beside(self, nbytes: int) -> None:
         """Begin to fill the pool, if it is in memory, with buffers of a size, as far as there is room."""
@@ -115,19 +120,16 @@ class Buffers:
         """
         pool = self._pool
         pool.mkdir(mode=0o700, exist_ok=True)  # not its parents: a writer that is done may have removed them
-        for free in self._stage.free(self._name):
-            self._fill(free, nbytes)
-        while self._fill(None, nbytes):
-            pass
-        self._lacking = False
-        while self._prepares and self._unregistered():  # saves took them before they were mapped here
-            time.sleep(_AGAIN)
+        waits = True
+        while waits:
             for free in self._stage.free(self._name):
                 self._fill(free, nbytes)
-
-    def _unregistered(self) -> bool:
-        with self._changed:
-            return self._device is not None and any(not one.tried for one in self._mapped.values())
+            while self._fill(None, nbytes):
+                pass
+            self._lacking = False
+            with self._changed:  # saves took some before they were registered here
+                waits = self._device is not None and any(not one.tried for one in self._mapped.values())
+            waits = waits and not self._stopped.wait(_AGAIN)
 
     def _fill(self, path: Path | None, nbytes: int) -> bool:
         """Make a buffer beside training, or map one; meanwhile its name is hidden, and no save takes it.
@@ -141,17 +143,15 @@ class Buffers:
         """
         hidden = self._pool / f".{os.urandom(8).hex() if path is None else path.name.lstrip('.')}"
         with self._changed:
-            while self._making:
-                self._changed.wait(_AGAIN)
+            waited = self._await(lambda: not self._making)
             have = len(self._stage.free(self._name)) + self._stage.in_use(self._file)
-            if not self._prepares or (path is None and have >= self._limit):
+            if not waited or self._stopped.is_set() or (path is None and have >= self._limit):
                 return False
             if path is not None:
                 try:
                     os.rename(path, hidden)  # also one to its own name, to see that no save has taken it
                 except FileNotFoundError:
                     return False
-            self._whole = path is not None and _has_pages(hidden)
             self._making = True
         try:
             self._map(hidden, nbytes, self._rest, self._device)
@@ -164,9 +164,25 @@ class Buffers:
             self._end_making()
         return True
 
+    def _await(self, done: Callable[[], bool], timeout: float = _TURN_SECONDS) -> bool:
+        """Wait, ``_changed`` being held, until something is done; return whether it is in time."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(min(left, _AGAIN))  # the writer tells of nothing
+        return True
+
+    def _hurried(self) -> bool:
+        """Return whether no buffer is being made; one that is goes on without pauses."""
+        if self._making:
+            self._awaited.set()
+        return not self._making
+
     def _end_making(self) -> None:
         with self._changed:
-            self._making = self._whole = False
+            self._making = False
             self._awaited.clear()  # for the next one, a save that waits asks again
             self._changed.notify_all()
 
@@ -177,7 +193,7 @@ class Buffers:
             OSError: no more buffers are to be made.
         """
         self._awaited.wait(_REST * took)
-        if not self._prepares:
+        if self._stopped.is_set():
             raise OSError(errno.ECANCELED, "no more buffers are made")
 
     def _stop_at_exit(self) -> None:
@@ -187,11 +203,9 @@ class Buffers:
 
     def _stop(self) -> None:
         """Make no more buffers beside training, and wait until none is being made."""
-        self._prepares = False
-        self._awaited.set()
+        self._stopped.set()
         with self._changed:
-            while self._making:
-                self._changed.wait(_AGAIN)
+            self._await(self._hurried)
 
     def claim(self, copy: str, nbytes: int, timeout: float, nudge: Callable[[], None]) -> Buffer | None:
         """Take a buffer for a copy; None when none came free in time.
@@ -205,24 +219,28 @@ class Buffers:
         Raises:
             OSError: there is no room for another one.
         """
-        began = time.monotonic()
+        deadline = time.monotonic() + timeout
         self._device = current_device()
         folder = self._stage.staging(copy, self._session)
         if not folder.is_dir():
             self._stage.make()
             folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / self._file
-        if not self._has_room() and not self._await_room(began + timeout, nudge):
+        if not self._has_room() and not self._await_room(deadline, nudge):
             return None
-        makes = False
+        makes = took = False
+
+        def taken_or_hurried() -> bool:  # what is being made is sooner ready than another one
+            nonlocal took
+            took = self._take(path)
+            return took or self._hurried()
+
         try:
             with self._changed:
-                while not (self._take(path) or makes):
-                    if self._making:  # what is being made is sooner ready than another one
-                        self._awaited.set()
-                        self._changed.wait(_AGAIN)
-                    else:
-                        makes = self._making = True
+                if not self._await(taken_or_hurried, deadline - time.monotonic()):
+                    return None
+                if not took:
+                    makes = self._making = True
             memory = self._map(path, nbytes, device=self._device if makes or not self._beside else None)
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -233,7 +251,7 @@ class Buffers:
                 self._end_making()
         if any(_size(free) > nbytes for free in self._stage.free(self._name)):
             _start(lambda: self._cut(nbytes))
-        return Buffer(path, memory, time.monotonic() - began)
+        return Buffer(path, memory)
 
     def _has_room(self) -> bool:
         return self._stage.in_use(self._file) < self._limit
@@ -269,16 +287,13 @@ class Buffers:
             return None
         self.take_back()
         path = self._pool / f".{os.urandom(8).hex()}"
-        with self._changed:
-            while self._making:
-                self._awaited.set()
-                self._changed.wait(_AGAIN)
-            if not (self._stage.free(self._name) or self._has_room()):
-                return None
-            self._making, self._lent = True, path
         try:
-            self._pool.mkdir(mode=0o700, exist_ok=True)
-            self._take(path, hidden=True)
+            with self._changed:
+                if not self._await(self._hurried) or not (self._stage.free(self._name) or self._has_room()):
+                    return None
+                self._pool.mkdir(mode=0o700, exist_ok=True)
+                self._take(path)
+                self._making, self._lent = True, path
             memory, inode = self._map(path, nbytes, populates=False), path.lstat().st_ino
         except OSError:
             self.take_back()
@@ -315,17 +330,15 @@ class Buffers:
         finally:
             self._end_making()
 
-    def _take(self, path: Path, hidden: bool = False) -> bool:
+    def _take(self, path: Path) -> bool:
         """Take a buffer out of the pool, rather one that is mapped; return whether there was one.
+
+        While none is being made, the makers of those that are hidden were killed.
 
         Args:
             path: its name from now on.
-            hidden: take hidden buffers, too; the caller is the one that makes a buffer, so their makers were
-                killed.
         """
-        free = [
-            one for one in self._stage.free(self._name) if hidden or not (self._making and _is_hidden(one))
-        ]
+        free = [one for one in self._stage.free(self._name) if not (self._making and _is_hidden(one))]
         if free:
             os.rename(min(free, key=lambda one: one.lstat().st_ino not in self._mapped), path)
         return bool(free)
@@ -405,7 +418,7 @@ class Buffers:
                     os.posix_fallocate(descriptor, 0, nbytes)
             if not self.in_memory:  # each save has another file, and pinned pages of a disk's are not written
                 return known
-            known.register(device, lambda: rest is None or self._prepares)
+            known.register(device, lambda: rest is None or not self._stopped.is_set())
             with self._changed:
                 if len(self._mapped) >= 2 * self._limit:
                     self._mapped.clear()

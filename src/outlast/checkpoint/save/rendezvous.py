@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outlast import files
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
@@ -32,6 +32,7 @@ _SLOW = 1.0  # seconds without room after which that is reported
 _LOOPBACK = "127.0.0.1"
 _PROBE, _STAGING = ".meeting-", ".staging"
 _GROWTH, _SLACK = 4, 64 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -352,8 +353,7 @@ def introduce(around: SaveContext, memory: MemoryFolder, members: Members, patie
             memory.introduce(members)
 
     try:
-        with RoomAwaited(around) as awaited:
-            files.when_there_is_room(write, patience, awaited.told)
+        with_room(around, write, patience)
     except OSError as error:
         raise SaveFailed(
             f"the checkpoint writer cannot be told of the ranks: {error}; nothing was lost; make room there,"
@@ -361,32 +361,35 @@ def introduce(around: SaveContext, memory: MemoryFolder, members: Members, patie
         ) from error
 
 
-class RoomAwaited:
-    """Reports, once and after a moment, that a rank waits for room in memory; no other timeout applies."""
+def with_room(around: SaveContext, do: Callable[[], T], patience: float) -> T:
+    """Do something that needs room in memory; report, once and after a moment, that a rank waits for it.
 
-    def __init__(self, around: SaveContext) -> None:
-        self._around = around
-        self._stack = contextlib.ExitStack()
-        self._since = 0.0
-        self._said = False
+    No other timeout applies to the wait.
 
-    def __enter__(self) -> RoomAwaited:
-        return self
+    Args:
+        around: this rank's ties to the world.
+        do: what is tried until there is room.
+        patience: seconds to wait for room.
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    Returns:
+        What ``do`` returned.
 
-    def told(self, error: OSError) -> None:
-        """Take in why the latest attempt failed."""
-        now = time.monotonic()
-        if not self._since:
-            self._since = now
-            self._stack.enter_context(self._around.waiting())
-        if now - self._since > _SLOW and not self._said:
-            self._said = True
-            self._around.record(
-                Note, reason=f"rank {self._around.identity.rank} waits for room in memory: {error}"
-            )
+    Raises:
+        OSError: there is no room, or the file system refused for another reason.
+    """
+    since, reported = 0.0, False
+    with contextlib.ExitStack() as stack:
+
+        def refused(error: OSError) -> None:
+            nonlocal since, reported
+            if not since:
+                since = time.monotonic()
+                stack.enter_context(around.waiting())
+            if time.monotonic() - since > _SLOW and not reported:
+                reported = True
+                around.record(Note, reason=f"rank {around.identity.rank} waits for room in memory: {error}")
+
+        return files.when_there_is_room(do, patience, refused)
 
 
 def _rooms(memory: MemoryFolder) -> dict[str, int]:

@@ -20,14 +20,13 @@ from xxhash import xxh3_64_hexdigest
 
 from outlast.agreement.worker.reports import Agreed, Outcome, Rounds
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
-from outlast.checkpoint.content.rank_file import document_of, whose_alike
+from outlast.checkpoint.content.rank_file import whose_alike
 from outlast.checkpoint.content.state import Captured, capture
 from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.typed_json import dtype_name
-from outlast.checkpoint.policy.manifest import Identity, alike_files, some
+from outlast.checkpoint.policy.manifest import Identity, some
 from outlast.checkpoint.policy.sharing import LEAST_BYTES, divide, held_by_all, mask
-from outlast.checkpoint.save.buffers import Buffer, Buffers
-from outlast.checkpoint.tiers.memory_folder import write_whole
+from outlast.checkpoint.save.buffers import Buffers
 from outlast.errors import CheckpointError
 
 _UNLIKE_SAVES = 3  # in a row, after which tensors are not compared any more
@@ -63,10 +62,9 @@ def compare(
         PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
         ExchangeFailed: ranks did not answer.
     """
-    mine: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
 
-    def digests() -> dict[str, object]:
+    def digests() -> dict[str, str]:
         captured = capture(state)
         tensors.update(
             (key, one)
@@ -74,15 +72,12 @@ def compare(
             if key not in captured.pieces and one.numel() * one.element_size() >= LEAST_BYTES
         )
         numbers = digests_of(list(tensors.values()), spread)
-        mine.update(
-            (key, f"{number:016x} {dtype_name(one.dtype)}{list(one.shape)}{order_of(one) or ''}")
+        return {
+            key: f"{number:016x} {dtype_name(one.dtype)}{list(one.shape)}{order_of(one) or ''}"
             for (key, one), number in zip(tensors.items(), numbers, strict=True)
-        )
-        return {"digests": sorted(mine.items())} if leads else {}
+        }
 
-    said = _fine(rounds.hold("digests", digests))
-    found = _held_by_all(rounds, said.reports[0].data["digests"], mine)[0]
-    return {key: tensors[key] for key in found}
+    return {key: tensors[key] for key in _find_alike(rounds, leads, digests)[0]}
 
 
 def _fine(agreed: Agreed) -> Agreed:
@@ -93,21 +88,28 @@ def _fine(agreed: Agreed) -> Agreed:
     return agreed
 
 
-def _held_by_all(
-    rounds: Rounds, digests: list[tuple[str, str]], mine: Mapping[str, str]
+def _find_alike(
+    rounds: Rounds, leads: bool, digests: Callable[[], Mapping[str, str]]
 ) -> tuple[list[str], list[int]]:
     """Return the keys of the tensors that all ranks hold alike, and the ranks that differ from rank 0.
 
     Args:
         rounds: of the ranks.
-        digests: of rank 0, by key.
-        mine: this rank's.
+        leads: this is rank 0.
+        digests: returns those of this rank, by key.
     """
-    if not digests:
+    mine: dict[str, str] = {}
+
+    def part() -> dict[str, Any]:
+        mine.update(digests())
+        return {"digests": sorted(mine.items())} if leads else {}
+
+    first = _fine(rounds.hold("digests", part)).reports[0].data["digests"]
+    if not first:
         return [], []
-    agreed = _fine(rounds.hold("alike", lambda: {"mask": mask(digests, mine)}))
+    agreed = _fine(rounds.hold("alike", lambda: {"mask": mask(first, mine)}))
     masks = [report.data["mask"] for report in agreed.reports]
-    return held_by_all(digests, masks), [rank for rank, one in enumerate(masks) if one != masks[0]]
+    return held_by_all(first, masks), [rank for rank, one in enumerate(masks) if one != masks[0]]
 
 
 class Sharing:
@@ -153,10 +155,10 @@ class Sharing:
         self._unlike_saves = 0  # in a row, with the same tensors
         self.waited = 0.0  # seconds, for the other ranks at that save
 
-    def prepare(self) -> None:
-        """Begin to make the buffers that will be needed."""
-        if self.buffers is not None:
-            self.buffers.prepare_beside(self._layouts[self._own].nbytes)
+    @property
+    def nbytes(self) -> int:
+        """The size of the file that this rank writes."""
+        return self._layouts[self._own].nbytes
 
     def share(
         self, capture: Callable[[Mapping[str, object]], Captured], state: Mapping[str, object], step: int
@@ -198,7 +200,7 @@ class Sharing:
             raise CheckpointError(f"ranks save different steps ({some(steps)}); nothing is saved")
         before, self._alike = self._alike, frozenset(self._mine)
         if len({report.data["digest"] for report in said.reports}) > 1:
-            self._find_alike(before, step)
+            self._compare_each(before, step)
         elif before < self._alike == self._forms.keys():
             self._report(f"step {step}: ranks hold alike again what they should, and write it once")
         self._step = step
@@ -217,12 +219,10 @@ class Sharing:
         numbers = digests_of([captured.tensors[key] for key in keys], self._spread)
         return dict(zip(keys, numbers, strict=True))
 
-    def _find_alike(self, before: Collection[str], step: int) -> None:
+    def _compare_each(self, before: Collection[str], step: int) -> None:
         """Find out what all ranks hold alike where that is not everything."""
         mine = {key: f"{number:016x}" for key, number in self._mine.items()}
-        leads = self._identity.rank == 0
-        said = _fine(self._rounds.hold("digests", lambda: {"digests": sorted(mine.items())} if leads else {}))
-        found, ranks = _held_by_all(self._rounds, said.reports[0].data["digests"], mine)
+        found, ranks = _find_alike(self._rounds, self._identity.rank == 0, lambda: mine)
         self._alike = frozenset(found)
         if self._alike != before:
             apart, who = some(self._forms.keys() - self._alike), f" (rank {some(ranks)} not as rank 0)"
@@ -253,7 +253,7 @@ def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size, tup
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Share:
     """A rank's part in one save.
 
@@ -262,7 +262,7 @@ class Share:
         own: the number of the one that this rank writes; -1: none.
         borrowed: the tensors in them: number of the file, by key.
         digests: of what this rank held when ranks compared, by key.
-        buffers: of the file that this rank writes.
+        buffers: of the file that this rank writes; None: it writes none.
     """
 
     layouts: tuple[Layout, ...]
@@ -270,42 +270,6 @@ class Share:
     borrowed: Mapping[str, int]
     digests: Mapping[str, int]
     buffers: Buffers | None
-    _buffer: Buffer | None = None
-
-    @property
-    def written(self) -> list[tuple[Layout, Buffer]]:
-        """The file that this rank writes, if it writes one."""
-        return [] if self._buffer is None else [(self.layouts[self.own], self._buffer)]
-
-    @property
-    def written_keys(self) -> Collection[str]:
-        """The tensors in the file that this rank writes."""
-        return self.layouts[self.own].entries.keys() if self._buffer is not None else ()
-
-    def claim(self, name: str, timeout: float, nudge: Callable[[], None]) -> bool:
-        """Take a buffer for the file; see :meth:`Buffers.claim`."""
-        assert self.buffers is not None
-        self._buffer = None
-        self._buffer = self.buffers.claim(name, self.layouts[self.own].nbytes, timeout, nudge)
-        return self._buffer is not None
-
-    def give_back(self) -> None:
-        """Put the buffer into the pool again."""
-        if self._buffer is not None and self.buffers is not None:
-            self.buffers.give_back(self._buffer)
-
-    def leave_document(self, step: int, identity: Identity) -> None:
-        """Write the document of the file that this rank has written.
-
-        Raises:
-            OSError: the memory folder refused.
-        """
-        if self._buffer is not None:
-            layout, place = self.layouts[self.own], (self.own, len(self.layouts))
-            self._buffer.memory[: len(layout.header)] = layout.header
-            values = {"identity": whose_alike(step, identity), "aliases": {}, **layout.place}
-            document = document_of(values, layout.listing)
-            write_whole(self._buffer.path.with_name(alike_files(*place).document), document)
 
 
 NO_PART = Share((), -1, {}, {}, None)

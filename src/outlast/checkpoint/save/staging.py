@@ -10,7 +10,7 @@ numpy's), the save is lost: a torn state never becomes a checkpoint.
 from __future__ import annotations
 
 import atexit
-import queue
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,17 +28,15 @@ from outlast.checkpoint.content.format import (
     readdress,
 )
 from outlast.checkpoint.content.memory import as_tensor
-from outlast.checkpoint.content.rank_file import text_of
-from outlast.checkpoint.content.recapture import Capturer
+from outlast.checkpoint.content.rank_file import document_of, text_of, whose_alike
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.content.tensor_digest import Mark, digest_of_copy, is_marked, marks_of
 from outlast.checkpoint.content.transfers import CopyPlan
 from outlast.checkpoint.content.typed_json import Encoder
-from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
+from outlast.checkpoint.policy.manifest import Identity, alike_files, copy_name, rank_files
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.save.buffers import Buffer, Buffers
-from outlast.checkpoint.save.fingerprint import Fingerprint
-from outlast.checkpoint.save.sharing import NO_PART, Share, Sharing, digesters
+from outlast.checkpoint.save.sharing import Share, digesters
 from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
@@ -71,47 +69,53 @@ class Order:
 
 
 @dataclass(frozen=True)
-class _Copying:
-    """A state that is on its way into a buffer, or into two."""
+class Taken:
+    """A captured state whose tensors are still the live ones.
+
+    Args:
+        order: what is to become of it.
+        state: the live objects.
+        captured: what was captured of them.
+        layout: of the rank's own file.
+        share: this rank's part in what ranks share.
+        began: monotonic seconds at which the save began.
+    """
 
     order: Order
+    state: Mapping[str, object]
     captured: Captured
     layout: Layout
-    buffer: Buffer
+    share: Share
+    began: float
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A state that is on its way into its files: the rank's own one, and perhaps one that ranks share."""
+
+    taken: Taken
+    files: list[tuple[Layout, Buffer]]
+    unclaim: contextlib.ExitStack  # gives the buffers back
     late: frozenset[str]  # keys of the tensors that are copied late
     marks: dict[str, Mark]  # of those in the rank's own file
     moment: DeviceMoment
     cursor: object
-    share: Share
-
-    @property
-    def images(self) -> list[tuple[Layout, Buffer]]:
-        """The files that are written."""
-        return [(self.layout, self.buffer), *self.share.written]
 
     def changed(self) -> Iterator[str]:
         """Yield the tensors whose copies are not what the tensors were when they were marked or compared."""
-        image = as_tensor(self.buffer.memory)
-        for key, mark in self.marks.items():
-            entry = self.layout.entries[key]
-            if not is_marked(image[entry.begin : entry.end], mark):
-                yield key
-        for layout, buffer in self.share.written:
+        tensors, digests = self.taken.captured.tensors, self.taken.share.digests
+        for number, (layout, buffer) in enumerate(self.files):
             image = as_tensor(buffer.memory)
-            for key, entry in layout.entries.items():
-                copy, tensor = image[entry.begin : entry.end], self.captured.tensors[key]
-                if digest_of_copy(copy, tensor) != self.share.digests[key]:
+            for key in layout.entries if number else self.marks:
+                entry = layout.entries[key]
+                octets = image[entry.begin : entry.end]
+                same = (
+                    digest_of_copy(octets, tensors[key]) == digests[key]
+                    if number
+                    else is_marked(octets, self.marks[key])
+                )
+                if not same:
                     yield key
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A captured state whose tensors are still the live ones, with this rank's part in what ranks share."""
-
-    order: Order
-    captured: Captured
-    share: Share
-    began: float  # monotonic seconds
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ class Stager:
         buffers: this rank's.
         nudge: sees to it that the writer is awake.
         threads: that copy while training stands still.
+        lazy: let what optimizers change be copied in the background; False from when a step of one may come
+            without a call of :meth:`until_copied`.
     """
 
     def __init__(
@@ -196,6 +202,7 @@ class Stager:
         buffers: Buffers,
         nudge: Callable[[], None],
         threads: int = 1,
+        lazy: bool = False,
     ) -> None:
         self._threads = threads
         self._folder = folder
@@ -203,79 +210,36 @@ class Stager:
         self._identity = identity
         self._ranks = ranks
         self._buffers = buffers
-        self._rest: queue.SimpleQueue[tuple[_Copying, float] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
+        self.lazy = lazy
         self._copied = threading.Event()  # the copy is complete, and may still have to be compared
         self._copied.set()
-        self._thread = threading.Thread(target=self._serve, name="staging", daemon=True)
-        self._thread.start()
-        self._wait_at_exit = lambda: self._idle.wait(_EXIT_PATIENCE)
-        atexit.register(self._wait_at_exit)  # a script that ends or raises has still been saved
-        self._untold: OSError | None = None
-        self.replays = False  # a CUDA graph steps an optimizer
-        self.layout = RankLayout(identity)
-        self.capture = Capturer().capture
+        self._finishing: threading.Thread | None = None  # the latest save
+        atexit.register(self._join, _EXIT_PATIENCE)  # a script that ends or raises has still been saved
+        self._unreported: OSError | None = None
         self._routes: dict[tuple[int, bool], _Route] = {}
         self._late: tuple[tuple[object, list[bool]], frozenset[str]] = ((None, []), frozenset())
-        self._sharing: Sharing | None = None
-        self.fingerprint: Fingerprint | None = None  # of the latest state
         self.began = ""  # the copy that this generation began from
 
-    def prepare(self, nbytes: int) -> None:
-        """Begin to make the buffers that states of a size will need, as far as there is room."""
-        self._buffers.prepare_beside(nbytes)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a save need not wait for the pages of a buffer."""
-        shared = None if self._sharing is None else self._sharing.buffers
-        return self._buffers.ready and (shared is None or shared.ready)
-
-    def share(self, sharing: Sharing) -> None:
-        """From now on write only a part of what all ranks hold alike."""
-        self._sharing = sharing
-        self._buffers.hand_over(sharing.buffers)
-        sharing.prepare()
-
     def close(self) -> None:
-        """End the thread, after the copy that is under way, and let go of the buffers."""
-        self._rest.put(None)
-        self._thread.join(_COPY_PATIENCE)
-        atexit.unregister(self._wait_at_exit)
-        self._buffers.close()
-        if self._sharing is not None and self._sharing.buffers is not None:
-            self._sharing.buffers.close()
+        """Wait until the copy that is under way is complete."""
+        self._join(_COPY_PATIENCE)
+        atexit.unregister(self._join)
 
-    def take(self, order: Order, state: Mapping[str, object]) -> Taken:
-        """Capture a state, and compare what ranks share of it; every rank does for the same orders.
+    def _join(self, timeout: float) -> bool:
+        """Wait for the thread of the latest save; return whether it has ended."""
+        if self._finishing is not None:
+            self._finishing.join(timeout)
+        return not self._is_finishing()
 
-        Raises:
-            UsageError: something in the state of a rank cannot be saved exactly.
-            PeerFailed: an object's own code raised on another rank; there its exception is raised as it is.
-            OSError: it raised that on some rank.
-            ExchangeFailed: ranks did not answer.
-        """
-        began = time.monotonic()
-        if self._sharing is None:
-            return Taken(order, self.capture(state), NO_PART, began)
-        return Taken(order, *self._sharing.share(self.capture, state, order.step), began)
+    def _is_finishing(self) -> bool:
+        return self._finishing is not None and self._finishing.is_alive()
 
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank waited for the others when they compared last."""
-        return 0.0 if self._sharing is None else self._sharing.waited
-
-    def stage(
-        self, taken: Taken, state: Mapping[str, object], timeout: float, lazily: bool = False
-    ) -> float | None:
-        """Stage a state; return the seconds that were spent waiting for a buffer, None when none came free.
+    def stage(self, taken: Taken, timeout: float) -> float | None:
+        """Stage a state; return the seconds that were spent waiting for buffers, None when none came free.
 
         Args:
             taken: the state, and what is to become of it.
-            state: the live objects.
-            timeout: seconds to wait for a buffer.
-            lazily: let what optimizers change be copied in the background.
+            timeout: seconds to wait for buffers.
 
         Raises:
             OSError: the memory folder refused.
@@ -283,41 +247,36 @@ class Stager:
         self.fence()
         order, captured, share = taken.order, taken.captured, taken.share
         began = time.monotonic()
-        self.fingerprint = Fingerprint.of(captured)
-        layout = self.layout.of(captured, share.borrowed, order.step)
         name = copy_name(order.step, self._identity.generation)
-        buffer = self._buffers.claim(name, layout.nbytes, timeout, self._nudge)
-        if buffer is None:
-            return None
-        waited = buffer.waited
+        pools = [(self._buffers, taken.layout)]
         if share.buffers is not None:
-            left = began + timeout - time.monotonic()
-            if not self._claim_second(share, name, left, buffer):
-                return None
-        late = self._late_keys(state, captured) if lazily and not self.replays else frozenset[str]()
-        marked = {key: captured.tensors[key] for key in late & layout.entries.keys()}
-        marks = marks_of(marked, digesters(self._threads).map)
-        late &= layout.entries.keys() | share.written_keys
-        cursor = Encoder().encode(order.cursor, ("cursor",))
-        moment = DeviceMoment(captured.tensors[key] for key in late)
-        copying = _Copying(order, captured, layout, buffer, late, marks, moment, cursor, share)
+            pools.append((share.buffers, share.layouts[share.own]))
+        files: list[tuple[Layout, Buffer]] = []
+        with contextlib.ExitStack() as unclaim:
+            for pool, each in pools:
+                left = began + timeout - time.monotonic()
+                buffer = pool.claim(name, each.nbytes, left, self._nudge)
+                if buffer is None:
+                    return None
+                unclaim.callback(pool.give_back, buffer)
+                files.append((each, buffer))
+            waited = time.monotonic() - began
+            late = self._late_keys(taken.state, captured) if self.lazy else frozenset[str]()
+            late &= {key for each, _ in files for key in each.entries}
+            marked = {key: captured.tensors[key] for key in late & taken.layout.entries.keys()}
+            marks = marks_of(marked, digesters(self._threads).map)
+            cursor = Encoder().encode(order.cursor, ("cursor",))
+            moment = DeviceMoment(captured.tensors[key] for key in late)
+            copying = _Copying(taken, files, unclaim.pop_all(), late, marks, moment, cursor)
         self._copy(self._threads, copying, late=False)
         blocked = time.monotonic() - taken.began
         self._copied.clear()
-        self._idle.clear()  # also where nothing is late: who wakes the writer may have to wait behind it
-        self._rest.put((copying, blocked))
+        # also where nothing is late: who wakes the writer may have to wait behind it
+        self._finishing = threading.Thread(
+            target=self._finish, args=(copying, blocked), name="staging", daemon=True
+        )
+        self._finishing.start()
         return waited
-
-    def _claim_second(self, share: Share, name: str, timeout: float, first: Buffer) -> bool:
-        """Take the buffer of this rank's shared file; return whether one came free."""
-        try:
-            if share.claim(name, timeout, self._nudge):
-                return True
-        except OSError:
-            self._buffers.give_back(first)
-            raise
-        self._buffers.give_back(first)
-        return False
 
     def until_copied(self) -> None:
         """Wait until nothing is being copied any more; called before an optimizer changes a parameter.
@@ -326,15 +285,8 @@ class Stager:
             CheckpointError: a copy within this host's memory did not end.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            self.replays = True  # without this hook, from now on
-        self._wait_for(self._copied)
-
-    def _wait_for(self, event: threading.Event) -> None:
-        if not event.wait(_COPY_PATIENCE):
-            raise CheckpointError(
-                f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
-                " change what is being saved"
-            )
+            self.lazy = False  # the graph will step the optimizer without this hook
+        _require(self._copied.wait(_COPY_PATIENCE))
 
     def fence(self) -> None:
         """Wait until the latest state is copied, and record the result.
@@ -344,29 +296,29 @@ class Stager:
             OSError: it ended, but the writer could not be told.
         """
         self.until_copied()
-        if not self._idle.is_set():  # it may wait for room in memory
+        if self._is_finishing():  # it may wait for room in memory
             with self._buffers.waiting():
-                self._wait_for(self._idle)
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            raise untold
+                _require(self._join(_COPY_PATIENCE))
+        unreported, self._unreported = self._unreported, None
+        if unreported is not None:
+            raise unreported
 
     def _copy(self, threads: int, copying: _Copying, late: bool) -> None:
         """Copy what is copied late, or all else."""
-        tensors = copying.captured.tensors
-        for number, (layout, buffer) in enumerate(copying.images):
+        captured = copying.taken.captured
+        for number, (layout, buffer) in enumerate(copying.files):
             route = self._routes.get((number, late))
             if route is None or not (
-                route.form is copying.captured.form
-                and route.entries is layout.entries
-                and route.late == copying.late
+                route.form is captured.form and route.entries is layout.entries and route.late == copying.late
             ):
                 entries = layout.entries
                 keys = [key for key in entries if (key in copying.late) is late]
-                plan = CopyPlan.of([tensors[key] for key in keys], [entries[key].begin for key in keys])
-                route = _Route(copying.captured.form, entries, copying.late, keys, plan)
+                plan = CopyPlan.of(
+                    [captured.tensors[key] for key in keys], [entries[key].begin for key in keys]
+                )
+                route = _Route(captured.form, entries, copying.late, keys, plan)
                 self._routes[number, late] = route
-            here = [tensors[key] for key in route.keys]
+            here = [captured.tensors[key] for key in route.keys]
             route.plan.copy(here, as_tensor(buffer.memory), threads)
 
     def _late_keys(self, state: Mapping[str, object], captured: Captured) -> frozenset[str]:
@@ -378,14 +330,8 @@ class Stager:
             self._late = (captured.form, replayed), late
         return late
 
-    def _serve(self) -> None:
-        while (next_one := self._rest.get()) is not None:
-            self._finish(*next_one)
-            self._copied.set()
-            self._idle.set()
-
     def _finish(self, copying: _Copying, blocked: float) -> None:
-        """Copy the tensors of lazy staging, and mark the buffer as complete."""
+        """Copy the tensors of lazy staging, and mark the buffers as complete."""
         error = ""
         try:
             with copying.moment.awaited():
@@ -394,25 +340,23 @@ class Stager:
             self._copied.set()
             changed = next(copying.changed(), "")
             if changed:
-                step = copying.order.step
+                step = copying.taken.order.step
                 error = f"step {step}: {changed} was changed while it was copied; the save was aborted"
         except Exception as caught:  # noqa: BLE001 - a thread has nobody to raise to; the writer reports it
             error = f"{type(caught).__name__}: {caught}"
+        self._copied.set()
         try:
             when_there_is_room(
                 lambda: self._leave_record(copying, blocked, error), _ROOM_SECONDS, lambda _: None
             )
         except OSError as caught:
-            self._untold = caught
-            copying.share.give_back()
-            self._buffers.give_back(copying.buffer)
+            self._unreported = caught
+            copying.unclaim.close()
 
     def _leave_record(self, copying: _Copying, blocked: float, error: str) -> None:
-        """Mark the buffer as complete; from here on the writer owns it."""
-        order, identity, layout = copying.order, self._identity, copying.layout
-        memory = copying.buffer.memory
-        memory[: len(layout.header)] = layout.header
-        share = copying.share
+        """Mark the buffers as complete; from here on the writer owns them."""
+        taken, identity = copying.taken, self._identity
+        order, share = taken.order, taken.share
         record = {
             "run_id": identity.run_id,
             "step": order.step,
@@ -430,13 +374,27 @@ class Stager:
             "shared": len(share.layouts),
             "writes": share.own,
         }
-        share.leave_document(order.step, identity)
-        document = rank_document(copying.captured, layout, order.step, identity, share.borrowed)
-        path = copying.buffer.path
-        write_whole(path.with_name(rank_files(identity.rank, identity.world_size).document), document)
-        staged = path.with_name(staged_file(identity.rank, identity.world_size))
+        for number, (layout, buffer) in enumerate(copying.files):
+            buffer.memory[: len(layout.header)] = layout.header
+            if number:
+                names = alike_files(share.own, len(share.layouts))
+                values = {"identity": whose_alike(order.step, identity), "aliases": {}, **layout.place}
+                document = document_of(values, layout.listing)
+            else:
+                names = rank_files(identity.rank, identity.world_size)
+                document = rank_document(taken.captured, layout, order.step, identity, share.borrowed)
+            write_whole(buffer.path.with_name(names.document), document)
+        staged = copying.files[0][1].path.with_name(staged_file(identity.rank, identity.world_size))
         write_whole(staged, text_of(record).encode())
         self._folder.ring()
+
+
+def _require(copied: bool) -> None:
+    if not copied:
+        raise CheckpointError(
+            f"staging: the state is not copied after {_COPY_PATIENCE:g} s; this rank ends rather than"
+            " change what is being saved"
+        )
 
 
 def _of_optimizers(state: Mapping[str, object], captured: Captured) -> set[str]:
