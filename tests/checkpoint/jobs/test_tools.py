@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,22 +75,21 @@ def test_what_cannot_be_believed_is_listed_with_the_reason(run: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_damage_in_any_rank_is_found_though_ranks_are_read_in_parts(
+def test_damage_in_any_rank_is_found_and_a_terminal_is_told_of_every_byte(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def part(exchange: StoreExchange) -> bool:
         return checkpointer(tmp_path, exchange=exchange).save(3, Job(exchange.rank).state, "a test")
 
     assert together(3, part) == [True, True, True]
-    monkeypatch.setattr(upkeep, "_PARTS", 2)
     (item,) = items(find(str(tmp_path)))
     read: list[int] = []
-    sound = upkeep.read_all(item, read.append)
-    assert (sound.copy.state.value, len(read)) == ("whole", 2)
-    assert sound.nbytes is not None
-    assert abs(sum(read) - sound.nbytes) <= len(read)
+    monkeypatch.setattr(upkeep, "working", lambda *_, **__: contextlib.nullcontext(read.append))
+    sound = upkeep.read_all(item)
+    assert (sound.copy.state.value, sum(read)) == ("whole", sound.nbytes)
+    assert len(read) >= 3
     flip(tmp_path / item.name / rank_files(rank, 3)[0])
-    found = upkeep.read_all(item, read.append).copy
+    found = upkeep.read_all(item).copy
     assert found.damage is not None
     assert found.damage.file == rank_files(rank, 3)[0]
 
@@ -153,24 +152,26 @@ def test_a_run_whose_writer_is_still_at_work_is_not_changed(run: Path) -> None:
         assert ckpt("ls", run).returncode == 0
 
 
-def test_a_run_that_comes_while_bytes_are_read_is_not_turned_away(run: Path) -> None:
-    folder, before = RunFolder(run), content(run)
-
-    def start(_nbytes: int) -> None:
-        folder.claim(RUN_ID)
-
+def prune_while(run: Path, happens: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prune a run, and have something happen while the copy that stays is read."""
+    advance = contextlib.nullcontext(lambda _: happens())
+    monkeypatch.setattr(upkeep, "working", lambda *_, **__: advance)
+    target = find(str(run))
     with pytest.raises(RunFolderBusy):
-        list(upkeep.prune(find(str(run)), upkeep.Keep(1), start))
+        list(upkeep.prune(target, upkeep.plan(target, 1)))
+
+
+def test_a_run_that_comes_while_bytes_are_read_is_not_turned_away(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = RunFolder(run), content(run)
+    prune_while(run, lambda: folder.claim(RUN_ID), monkeypatch)
     folder.release()
     assert content(run) == before
 
 
-def test_what_a_run_changed_while_bytes_were_read_counts(run: Path) -> None:
-    def come_and_go(_nbytes: int) -> None:
-        doubt(run, NAMES[0])
-
-    with pytest.raises(RunFolderBusy):
-        list(upkeep.prune(find(str(run)), upkeep.Keep(1), come_and_go))
+def test_what_a_run_changed_while_bytes_were_read_counts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prune_while(run, lambda: doubt(run, NAMES[0]), monkeypatch)
     assert set(NAMES) == set(os.listdir(run / "checkpoints"))
 
 

@@ -23,7 +23,8 @@ from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools.convert import export_dcp, export_hugging_face
-from outlast.checkpoint.tools.listing import Item, differences, look, tensors
+from outlast.checkpoint.tools.listing import Item, look, tensors
+from outlast.checkpoint.tools.replay import differences
 from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointError
 from outlast.recovery.policy.events import Note
@@ -390,7 +391,7 @@ def test_other_tools_find_what_ranks_share(make: Callable[[], Ranks], tmp_path: 
     assert sorted(one for one in listed if "a." in one[1]) == [
         (rank, f"box.a.{key}", 3 << 20) for rank in range(2) for key in ("moment", "weight")
     ]
-    assert list(differences(item, Item(node.durable, name))) == []
+    assert differences(item, Item(node.durable, name)) == []
     done = export_hugging_face(back, name, tmp_path / "exported", "box")
     with safe_open(tmp_path / "exported" / done.files[0], framework="pt") as file:
         assert {key: bytes_of(file.get_tensor(key)) for key in file.keys()} == jobs[0].content()  # noqa: SIM118

@@ -133,11 +133,22 @@ def serves(copy: Copy, rank: int, world_size: int) -> bool:
     return not copy.part or (rank in copy.part and copy.world_size == world_size)
 
 
-def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
+def verify(
+    tier: DirectoryTier,
+    name: str,
+    ranks: Iterable[int] | None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Copy:
     """Look at a copy and read every byte of it; like :func:`inspect` otherwise.
 
     A file that all ranks share is read with the rank of its number, so that those who divide the ranks among
     themselves read it once; of a part of a copy all files are read.
+
+    Args:
+        tier: where it is.
+        name: its folder.
+        ranks: whose files are read; None: everybody's.
+        advance: takes the number of bytes that were read since the last call.
     """
     chosen = None if ranks is None else tuple(ranks)
     found = inspect(tier, name, chosen)
@@ -154,10 +165,11 @@ def verify(tier: DirectoryTier, name: str, ranks: Iterable[int] | None) -> Copy:
             for rank in chosen_ranks:
                 file = read_rank_file(folder, manifest, rank, known)
                 _require_forms(manifest.of_rank(rank)[2].name, file)
-                _require_content(folder, file.shard.file)
+                _require_content(folder, manifest.of_rank(rank), advance)
             for number in range(len(manifest.shared)):
                 if chosen is None or number in chosen or manifest.part:
-                    _require_content(folder, read_alike_file(folder, manifest, number).file)
+                    read_alike_file(folder, manifest, number)
+                    _require_content(folder, manifest.of_shared(number), advance)
         return found
 
     return judged(found, read)
@@ -188,10 +200,13 @@ def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
         return replace(copy, state=CopyState.UNREADABLE, reason=str(error))
 
 
-def _require_content(folder: CopyFolder, file: FileEntry) -> None:
+def _require_content(
+    folder: CopyFolder, files: tuple[FileEntry, FileEntry, FileEntry], advance: Callable[[int], None]
+) -> None:
     """Check that every byte of a safetensors file, and the digests beside it, are as they were committed."""
-    read_digests(folder, file)
-    require_bytes(folder, file)
+    read_digests(folder, files[0])
+    require_bytes(folder, files[0])
+    advance(sum(one.nbytes for one in files))
 
 
 def require_bytes(folder: CopyFolder, entry: FileEntry) -> None:

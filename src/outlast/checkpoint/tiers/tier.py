@@ -165,9 +165,9 @@ def chunks_of(descriptor: int, end: int, file: str, begin: int = 0) -> Iterator[
         yield chunk
 
 
-def digest_of(descriptor: int, nbytes: int, file: str) -> str:
-    """Return the digest of a file; see :func:`chunks_of`."""
-    return combined(b"".join(map(chunk_digest, chunks_of(descriptor, nbytes, file))))
+def digest_of(descriptor: int, end: int, file: str, begin: int = 0) -> str:
+    """Return the digest of a file, or of a part of it; see :func:`chunks_of`."""
+    return combined(b"".join(map(chunk_digest, chunks_of(descriptor, end, file, begin))))
 
 
 class DirectoryTier:

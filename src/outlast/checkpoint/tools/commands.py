@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tools import listing, upkeep
-from outlast.checkpoint.tools.listing import Entry, Item, Target
+from outlast.checkpoint.tools.listing import Item, Target, say
 from outlast.errors import ExitCode, RunFolderUnusable, UsageError
 from outlast.observe.progress import working
 from outlast.observe.run_folder import RunFolder
@@ -111,10 +110,6 @@ def _kind(text: str) -> tuple[str, str]:
     return name, kind
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(listing.printable(text) + "\n")
-
-
 def _say_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
@@ -129,15 +124,21 @@ def _ls(options: argparse.Namespace) -> int:
     if entries:
         listing.print_copies(entries, target.run_id)
     else:
-        _say(_no_copy(target))
+        say(_no_copy(target))
     for folder in listing.named_trainings(target):
-        _say(f"training {folder.name} has copies of its own: outlast ckpt ls {folder}")
+        say(f"training {folder.name} has copies of its own: outlast ckpt ls {folder}")
     return ExitCode.OK
 
 
-def _show(options: argparse.Namespace) -> int:
+def _one(options: argparse.Namespace) -> tuple[Target, Item]:
+    """Return the copy that a command is about, and where it is."""
     target = listing.find(options.run)
     (item,) = listing.pick(target, [options.name])
+    return target, item
+
+
+def _show(options: argparse.Namespace) -> int:
+    target, item = _one(options)
     (entry,) = upkeep.look_over(target, [item])
     found = None
     if options.tensors and entry.manifest is not None:
@@ -146,8 +147,11 @@ def _show(options: argparse.Namespace) -> int:
         _say_json(listing.details(entry, found))
     else:
         listing.print_details(entry, found, target.run_id)
-    fits = entry.copy.state is CopyState.WHOLE and not listing.of_another_run(entry, target.run_id)
-    return ExitCode.OK if fits else ExitCode.CHECKPOINT_REFUSED
+    return _code(entry.copy.state is CopyState.WHOLE and not entry.stranger(target.run_id))
+
+
+def _code(sound: bool) -> int:
+    return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -158,7 +162,7 @@ def _verify(options: argparse.Namespace) -> int:
         there = listing.items(target)
         chosen = [item for item in there if not item.aside]
         if not chosen and not options.json:
-            _say(_no_copy(target) + "; those in quarantine are verified by name" * bool(there))
+            say(_no_copy(target) + "; those in quarantine are verified by name" * bool(there))
     else:
         chosen = listing.pick(target, options.names)
     if options.quarantine:
@@ -166,110 +170,71 @@ def _verify(options: argparse.Namespace) -> int:
             pass
     sound = True
     for item in chosen:
-        with _progress(item) as advance:
-            found = upkeep.read_all(item, advance)
-        stranger = listing.of_another_run(found, target.run_id)
-        sound = sound and found.copy.state is CopyState.WHOLE and not stranger
-        aside = ""
-        if options.quarantine and found.copy.state is CopyState.DAMAGED and not item.aside:
-            damage = {} if found.copy.damage is None else vars(found.copy.damage)
-            aside = upkeep.set_aside(target, item, found.copy.reason, damage)
+        found = upkeep.read_all(item)
+        copy, stranger, aside = found.copy, found.stranger(target.run_id), ""
+        sound = sound and copy.state is CopyState.WHOLE and not stranger
+        if options.quarantine and copy.state is CopyState.DAMAGED and not item.aside:
+            damage = {} if copy.damage is None else vars(copy.damage)
+            aside = upkeep.set_aside(target, item, copy.reason, damage)
         if options.json:
             _say_json({**found.to_json(), "moved_to": aside or None})
-        else:
-            more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
-            _say(f"{item.label}: {_verdict(found)}{''.join(more)}")
+            continue
+        verdict = f"{copy.state.value}: {copy.reason}"
+        if copy.state is CopyState.WHOLE:
+            verdict = f"sound, {listing.size(found.nbytes)} read"
+        more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
+        say(f"{item.label}: {verdict}{''.join(more)}")
     for folder in listing.named_trainings(target) if every and not options.json else ():
-        _say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify {folder}")
-    return ExitCode.OK if sound else ExitCode.CHECKPOINT_REFUSED
+        say(f"training {folder.name} has copies of its own, not read: outlast ckpt verify {folder}")
+    return _code(sound)
 
 
 def _no_copy(target: Target) -> str:
     return f"no copy is in {target.tier.folder}"
 
 
-def _verdict(found: Entry) -> str:
-    if found.copy.state is CopyState.WHOLE:
-        return f"sound, {listing.size(found.nbytes)} read"
-    return f"{found.copy.state.value}: {found.copy.reason}"
-
-
-@contextmanager
-def _progress(item: Item) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how much of a copy was read."""
-    if not sys.stderr.isatty():
-        yield _unseen
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(listing.printable(item.label), total=listing.look(item).nbytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def _unseen(_nbytes: int) -> None:
-    """Take how much was read where nobody looks."""
-
-
 def _prune(options: argparse.Namespace) -> int:
     target = listing.find(options.run)
-    keep = upkeep.Keep(options.keep_last_n, options.keep_ancestors)
-    planned = upkeep.plan(target, keep)
+    planned = upkeep.plan(target, options.keep_last_n, options.keep_ancestors)
     for name, why in planned.left.items():
-        _say(f"{name} is not counted and stays: {why}")
+        say(f"{name} is not counted and stays: {why}")
     if not planned.removals:
-        _say("nothing is to be removed")
+        say("nothing is to be removed")
     if options.dry_run:
         for removal in planned.removals:
-            _say(f"{removal.name} would be removed: {removal.reason}")
+            say(f"{removal.name} would be removed: {removal.reason}")
         return ExitCode.OK
     with upkeep.changing(target):
         pass
     if planned.first is not None and planned.removals:
-        _say(f"{planned.first.name} is read before anything is removed")
-        sys.stdout.flush()
+        say(f"{planned.first.name} is read before anything is removed")
     failed = False
-    with ExitStack() as shown:
-        advance = _unseen if planned.first is None else shown.enter_context(_progress(planned.first))
-        for removal, problem in upkeep.prune(target, keep, advance):
-            shown.close()  # all is read
-            failed = failed or bool(problem)
-            done = f"could not be removed: {problem}" if problem else f"removed: {removal.reason}"
-            _say(f"{removal.name} {done}")
+    for removal, problem in upkeep.prune(target, planned):
+        failed = failed or bool(problem)
+        done = f"could not be removed: {problem}" if problem else f"removed: {removal.reason}"
+        say(f"{removal.name} {done}")
     return ExitCode.RUN_FOLDER_UNUSABLE if failed else ExitCode.OK
 
 
 def _quarantine(options: argparse.Namespace) -> int:
-    target = listing.find(options.run)
-    (item,) = listing.pick(target, [options.name])
+    target, item = _one(options)
     aside = upkeep.set_aside(target, item, options.reason)
-    _say(f"{item.name} is now {aside}; nothing loads it from there")
+    say(f"{item.name} is now {aside}; nothing loads it from there")
     return ExitCode.OK
 
 
 def _release(options: argparse.Namespace) -> int:
-    target = listing.find(options.run)
-    (item,) = listing.pick(target, [options.name])
-    with _progress(item) as advance:
-        name = upkeep.release(target, item, advance)
+    target, item = _one(options)
+    name = upkeep.release(target, item)
     if item.aside:
-        _say(f"{name} is sound and back in {target.tier.folder}; it was set aside: {item.reason}")
+        say(f"{name} is sound and back in {target.tier.folder}; it was set aside: {item.reason}")
     else:
-        _say(f"{name} is sound, and no suspect any more")
+        say(f"{name} is sound, and no suspect any more")
     return ExitCode.OK
 
 
 def _export(options: argparse.Namespace) -> int:
-    target = listing.find(options.run)
-    (item,) = listing.pick(target, [options.name])
+    _, item = _one(options)
     names: list[str] = options.object
     if options.format == "hf" and len(names) > 1:
         raise UsageError(f"--format hf takes one --object, not {len(names)}; nothing was written")
@@ -281,9 +246,9 @@ def _export(options: argparse.Namespace) -> int:
             done = convert.export_hugging_face(item.tier, item.name, options.to, holder)
         else:
             done = convert.export_dcp(item.tier, item.name, options.to, names)
-    _say(f"{len(done.files)} file(s) are in {options.to}, with {listing.size(done.nbytes)} of tensors")
+    say(f"{len(done.files)} file(s) are in {options.to}, with {listing.size(done.nbytes)} of tensors")
     if done.left_out:
-        _say(f"left out, because the format has no place for them: {', '.join(done.left_out)}")
+        say(f"left out, because the format has no place for them: {', '.join(done.left_out)}")
     return ExitCode.OK
 
 
@@ -302,10 +267,10 @@ def _import(options: argparse.Namespace) -> int:
             name = convert.import_dcp(source, target.tier, origin, into, leave_out)
         else:
             name = convert.import_torch_save(source, target.tier, origin, into, leave_out=leave_out)
-    _say(f"{source} is now {name} of run {target.run_id}, in {target.tier.folder}")
+    say(f"{source} is now {name} of run {target.run_id}, in {target.tier.folder}")
     newest = next(item for item in listing.items(target) if not item.aside)
     if newest.name != name:
-        _say(f"{newest.name} is newer: the run goes on from there, not from what was imported")
+        say(f"{newest.name} is newer: the run goes on from there, not from what was imported")
     return ExitCode.OK
 
 

@@ -1,4 +1,4 @@
-"""The copies of a run as a person sees them: where each is, what it holds, how two differ."""
+"""The copies of a run as a person sees them: where each is, and what it holds."""
 
 from __future__ import annotations
 
@@ -12,27 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_64
-
 from outlast import files
-from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.policy.manifest import (
-    CHUNK_BYTES,
-    Manifest,
-    parse_copy_name,
-    place_of,
-)
+from outlast.checkpoint.policy.manifest import Manifest, parse_copy_name, place_of
 from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.policy.table import Shard, TensorEntry
+from outlast.checkpoint.policy.table import Shard
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
-from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, read_exactly
-from outlast.errors import RunFolderUnusable, UsageError
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
+from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
+from outlast.errors import CheckpointMismatch, RunFolderUnusable, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe import runs
 from outlast.observe.run_folder import RunFolder
 
 QUARANTINE = "quarantine"
+AGAINST = ("suspect", "quarantined")  # words of the trust in a copy
 _NUMBERS = ("step", "generation", "size", "ranks", "rank", "bytes")
 _FOREIGN = re.compile(
     r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
@@ -98,17 +91,21 @@ class Entry:
         """Bytes of the files that the manifest lists."""
         return None if self.manifest is None else self.manifest.nbytes
 
+    def stranger(self, run_id: str) -> str:
+        """Say which run wrote it, "" when it is the one that is looked at, or when that is not known."""
+        found = self.copy.run_id
+        if not run_id or not found or found == run_id:
+            return ""
+        return f"written by run {found!r}, this is run {run_id!r}"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, alike for every state; what is not known is null."""
-        manifest = self.manifest
+        of_manifest = ("created", "nbytes", "world_size", "run_id")
         return {
             "name": self.item.name,
             "step": self.copy.step,
             "generation": self.copy.generation,
-            "created": None if manifest is None else manifest.created,
-            "nbytes": self.nbytes,
-            "world_size": None if manifest is None else manifest.world_size,
-            "run_id": None if manifest is None else manifest.run_id,
+            **{key: getattr(self.manifest, key, None) for key in of_manifest},
             "state": self.copy.state.value,
             "reason": self.copy.reason or None,
             "where": QUARANTINE if self.item.aside else self.item.tier.name,
@@ -202,13 +199,39 @@ def look(item: Item) -> Entry:
     """Look at a copy without reading its tensors."""
     copy = inspect(item.tier, item.name, None)
     manifest = None
-    if copy.state in (CopyState.WHOLE, CopyState.DAMAGED):
-        try:
-            with item.tier.open(item.name) as folder:
-                manifest = read_manifest(folder, item.name)[0]
-        except (DamagedCopy, OSError):
-            manifest = None
+    with suppress(DamagedCopy, CheckpointMismatch, OSError), item.tier.open(item.name) as folder:
+        manifest = read_manifest(folder, item.name)[0]
     return Entry(item, copy, manifest)
+
+
+def memory_of(target: Target) -> MemoryFolder | None:
+    """Return the memory folder of a run on this node; None: there is none."""
+    if target.folder is None:
+        return None
+    root = target.folder.memory
+    if root is None and target.run_id:
+        root = default_root(target.run_id, target.folder.root)
+    if root is None:
+        return None
+    try:
+        files.require_private(root)
+    except (OSError, RunFolderUnusable):  # it is gone, or a stranger's, in which nothing is of this run
+        return None
+    return MemoryFolder(root)
+
+
+def staged(target: Target) -> list[Item]:
+    """Return the copies of a run in the memory of this node.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    memory = memory_of(target)
+    if memory is None:
+        return []
+    members = memory.members()
+    tier = (Stage(memory.root) if members is None else Stage(members.stage, members.private)).tier
+    return [Item(tier, name) for name in tier.names()]
 
 
 def get_iteration_from_checkpoint(path: str) -> int:
@@ -235,15 +258,11 @@ def get_iteration_from_checkpoint(path: str) -> int:
     if foreign is not None and folder.is_dir() and not (folder / "run.json").exists():
         return int(next(filter(None, foreign.groups())))
     target = find(path)
-    entries = [look(item) for item in items(target) if not item.aside]
-    memory = None if target.folder is None else target.folder.memory
-    with suppress(OSError, RunFolderUnusable):  # the folder is gone, or a stranger's
-        if memory is not None:
-            files.require_private(memory)
-            members = MemoryFolder(memory).members()
-            tier = (Stage(memory) if members is None else Stage(members.stage, members.private)).tier
-            entries += [look(Item(tier, name)) for name in tier.names()]
-    return max((one.copy.step for one in entries if one.copy.state is CopyState.WHOLE), default=0)
+    there = [item for item in items(target) if not item.aside]
+    with suppress(OSError, RunFolderUnusable):
+        there += staged(target)
+    found = (look(item).copy for item in there)
+    return max((copy.step for copy in found if copy.state is CopyState.WHOLE), default=0)
 
 
 def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
@@ -281,11 +300,9 @@ def details(entry: Entry, found: Sequence[Mapping[str, Any]] | None) -> dict[str
         found: its tensors; None: nobody asked.
     """
     manifest = entry.manifest
-    said = {**entry.to_json(), "parallelism": None, "cursor": None, "files": None, "tensors": found}
-    if manifest is not None:
-        said["parallelism"], said["cursor"] = manifest.parallelism, manifest.cursor
-        said["files"] = [vars(file) for file in manifest.needed()]
-    return said
+    said = {key: getattr(manifest, key, None) for key in ("parallelism", "cursor")}
+    listed = None if manifest is None else [vars(file) for file in manifest.needed()]
+    return {**entry.to_json(), **said, "files": listed, "tensors": found}
 
 
 def print_copies(entries: Sequence[Entry], run_id: str) -> None:
@@ -295,15 +312,15 @@ def print_copies(entries: Sequence[Entry], run_id: str) -> None:
         entries: the copies.
         run_id: of the run; what another one wrote is pointed out.
     """
-    rows = [("name", "step", "generation", "when", "size", "ranks", "state", "where")]
+    rows: list[tuple[object, ...]] = [
+        ("name", "step", "generation", "when", "size", "ranks", "state", "where")
+    ]
     for entry in entries:
-        copy, manifest, item = entry.copy, entry.manifest, entry.item
-        ranks = "-" if manifest is None else str(manifest.world_size)
-        when = "-" if manifest is None else moment(manifest.created)
-        where = QUARANTINE if item.aside else item.tier.name
-        cells = (when, size(entry.nbytes), ranks, copy.state.value, where)
-        rows.append((item.aside or item.name, str(copy.step), str(copy.generation), *cells))
-    _print(*_table(rows), *(line for entry in entries for line in _remarks(entry, run_id)))
+        one = entry.to_json()
+        when, ranks = moment(one["created"]), one["world_size"] or "-"
+        cells = (one["step"], one["generation"], when, size(one["nbytes"]), ranks, one["state"], one["where"])
+        rows.append((entry.item.aside or entry.item.name, *cells))
+    say(*_table(rows), *(line for entry in entries for line in _remarks(entry, run_id)))
 
 
 def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
@@ -312,19 +329,10 @@ def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
         yield f"{item.label} is {copy.state.value}: {copy.reason}"
     if item.aside:
         yield f"{item.label} was set aside: {item.reason}"
-    if entry.trust is not None and entry.trust[0] in ("suspect", "quarantined") and not item.aside:
+    if entry.trust is not None and entry.trust[0] in AGAINST and not item.aside:
         yield f"{item.label} is {entry.trust[0]} to the run: {entry.trust[1]}"
-    stranger = of_another_run(entry, run_id)
-    if stranger:
+    if stranger := entry.stranger(run_id):
         yield f"{item.label} was {stranger}"
-
-
-def of_another_run(entry: Entry, run_id: str) -> str:
-    """Say which run wrote a copy, "" when it is the one that is looked at, or when that is not known."""
-    found = entry.copy.run_id
-    if not run_id or not found or found == run_id:
-        return ""
-    return f"written by run {found!r}, this is run {run_id!r}"
 
 
 def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_id: str) -> None:
@@ -332,43 +340,41 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
     manifest = entry.manifest
     heading = f"{entry.item.label}: {entry.copy.state.value}"
     if manifest is None:
-        _print(heading, *_remarks(entry, run_id))
+        say(heading, *_remarks(entry, run_id))
         return
-    lines = [
+    say(
         f"{heading}, {size(entry.nbytes)}",
         f"run {manifest.run_id}, step {manifest.step}, written by generation {manifest.generation}"
         f" at {moment(manifest.created)}",
         f"{manifest.world_size} rank(s): {manifest.layout or 'layout not known'}",
         f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
-    ]
-    rows: list[tuple[str, ...]] = [("file", "bytes", "digest")]
-    rows += [(file.name, str(file.nbytes), file.digest) for file in manifest.needed()]
-    _print(*lines, *_remarks(entry, run_id), "", *_table(rows))
+        *_remarks(entry, run_id),
+        "",
+        *_table([("file", "bytes", "digest"), *(tuple(vars(file).values()) for file in manifest.needed())]),
+    )
     if found is None:
         return
-    rows = [("tensor", "rank", "dtype", "shape", "of the whole", "size")]
+    rows: list[tuple[object, ...]] = [("tensor", "rank", "dtype", "shape", "of the whole", "size")]
     for one in found:
         tied = f"{one['tensor']} (tied to {one['tied_to']})" if one["tied_to"] else one["tensor"]
-        whole = _shape(one["global_shape"])
-        part = whole if one["shape"] == one["global_shape"] else f"{whole} from {_shape(one['offsets'])}"
-        cells = (one["dtype"], _shape(one["shape"]), part, size(one["nbytes"]))
-        rows.append((tied, str(one["rank"]), *cells))
-    _print("", *_table(rows))
+        shape, whole, offsets = (list(one[key]) for key in ("shape", "global_shape", "offsets"))
+        part = whole if shape == whole else f"{whole} from {offsets}"
+        rows.append((tied, one["rank"], one["dtype"], shape, part, size(one["nbytes"])))
+    say("", *_table(rows))
 
 
-def _shape(numbers: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, numbers))}]"
-
-
-def _print(*lines: str) -> None:
+def say(*lines: str) -> None:
+    """Print lines, for people."""
     sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
+    sys.stdout.flush()
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
     """Yield the lines of a table, whose first row names the columns; numbers are aligned at the right."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(rows[0], row, widths, strict=True)
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*texts, strict=True)]
+    for row in texts:
+        cells = zip(texts[0], row, widths, strict=True)
         sides = (text.rjust(width) if name in _NUMBERS else text.ljust(width) for name, text, width in cells)
         yield "  ".join(sides).rstrip()
 
@@ -378,8 +384,10 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
-def moment(seconds: float) -> str:
+def moment(seconds: float | None) -> str:
     """Return a wall time as a person here writes it."""
+    if seconds is None:
+        return "-"
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -398,60 +406,3 @@ def size(nbytes: int | None) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.3g} {unit}"
-
-
-def differences(one: Item, other: Item) -> Iterator[str]:
-    """Yield what differs between two copies, a phrase each; random states aside.
-
-    Raises:
-        DamagedCopy: a file is not as it was committed.
-        OSError: the file system refused.
-    """
-    with one.tier.open(one.name) as left, other.tier.open(other.name) as right:
-        mine, others = read_manifest(left, one.name)[0], read_manifest(right, other.name)[0]
-        if mine.world_size != others.world_size:
-            yield f"{mine.world_size} and {others.world_size} ranks"
-            return
-        for rank in range(mine.world_size):
-            yield from _of_rank(rank, (left, right), (mine, others))
-
-
-def _of_rank(rank: int, folders: tuple[CopyFolder, ...], manifests: tuple[Manifest, ...]) -> Iterator[str]:
-    files = [read_rank_file(folder, one, rank) for folder, one in zip(folders, manifests, strict=True)]
-    left, right = files
-    unlike = sorted(left.tensors.keys() ^ right.tensors.keys())
-    if unlike:
-        yield f"rank {rank}: only one has {unlike[0]}"
-    for key in sorted(left.tensors.keys() & right.tensors.keys()):
-        entries = (left.tensors[key], right.tensors[key])
-        found = [_digest(folder, file, key) for folder, file in zip(folders, files, strict=True)]
-        if _form(entries[0]) != _form(entries[1]):
-            yield f"rank {rank}: {key} is of another type, shape or place"
-        elif found[0] != found[1]:
-            yield f"rank {rank}: {key} (digest {found[0]}, in the replay {found[1]})"
-    states = [file.values for file in files]
-    names = sorted(name for name in states[0].keys() | states[1].keys() if _unequal(states, name))
-    if names:
-        yield f"rank {rank}: what is no tensor in {', '.join(names)}"
-
-
-def _unequal(states: list[dict[str, Any]], name: str) -> bool:
-    return bool(states[0].get(name) != states[1].get(name))
-
-
-def _form(entry: TensorEntry) -> tuple[Any, ...]:
-    return entry.dtype, entry.shape, entry.global_shape, entry.offsets
-
-
-def _digest(folder: CopyFolder, rank_file: RankFile, key: str) -> str:
-    """Return the digest of a tensor's bytes, read in pieces."""
-    file, entry = next((one.file.name, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
-    state = xxh3_64()
-    piece = memoryview(bytearray(8 * CHUNK_BYTES))
-    with folder.open(file) as (descriptor, _):
-        for begin in range(entry.begin, entry.end, len(piece)):
-            part = piece[: min(len(piece), entry.end - begin)]
-            read_exactly(descriptor, part, begin, file)
-            state.update(part)
-    found: str = state.hexdigest()
-    return found

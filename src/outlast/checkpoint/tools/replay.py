@@ -15,44 +15,95 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outlast import settings
-from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.checkpoint.content.rank_file import RankFile
+from outlast.checkpoint.policy.manifest import place_of
 from outlast.checkpoint.policy.replay import Bracket, Plan, bisect, plan
 from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
+from outlast.checkpoint.tiers.tier import CopyFolder, digest_of
 from outlast.checkpoint.tools import listing, upkeep
-from outlast.checkpoint.tools.listing import Item, Target, differences
+from outlast.checkpoint.tools.listing import Item, Target, say
 from outlast.errors import ExitCode, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe import recorder
 from outlast.observe.run_folder import RunFolder
-from outlast.recovery.policy.events import COVERS, Compared, RunStarted
+from outlast.recovery.policy.events import COVERS, Compared, Record, RunStarted
 
 _LOOK = 0.2  # seconds between two looks at what the replay has written
 _PATIENCE = 120.0  # from SIGTERM to SIGKILL: workers_stop_timeout, and the writer's last writes
 _ALL = 1_000_000  # copies are kept
+DIFFERS = 1
+_SHOWN = 8
+_DESCRIPTION = """\
+Compute part of a run again, from one of its checkpoints, and compare it with what the run left. The run is
+only read. Exit code 0: equal. 1: it differs, and it is said where it began. 2: nothing can be said.
+"""
 
 
-def copies_of(target: Target) -> dict[int, Item]:
-    """Return a run's whole copies that are not in quarantine, by step; of several the newest generation's."""
-    found: dict[int, Item] = {}
+@dataclass(frozen=True)
+class Left:
+    """What a run left that another one can be compared with, by step.
+
+    Args:
+        copies: whole ones that are not in quarantine; of several the newest generation's.
+        records: what was recorded of the parameters; of several the latest.
+    """
+
+    copies: dict[int, Item]
+    records: dict[int, Compared]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """All steps at which something can be compared, ascending."""
+        return tuple(sorted({*self.copies, *self.records}))
+
+    def up_to(self, planned: Plan) -> Left:
+        """Return what a plan compares."""
+        return Left(
+            {step: item for step, item in self.copies.items() if step in planned.copies},
+            {step: one for step, one in self.records.items() if step in planned.records},
+        )
+
+    def differing(self, other: Left, step: int) -> list[str]:
+        """Return what differs at a step, as far as both have left it.
+
+        Raises:
+            UsageError: a copy is damaged.
+        """
+        found = []
+        if step in self.records and step in other.records:
+            one, another = self.records[step], other.records[step]
+            if one.digest != another.digest:
+                found.append(
+                    f"the digest of the {another.covers} is {one.digest}, in the replay {another.digest}"
+                )
+        if step in self.copies and step in other.copies:
+            found += differences(self.copies[step], other.copies[step])
+        return found
+
+
+def left_in(target: Target) -> Left:
+    """Return what a run left."""
+    copies: dict[int, Item] = {}
     for item in listing.items(target):
-        name = parse_copy_name(item.name)
-        if not item.aside and name is not None and listing.look(item).copy.state is CopyState.WHOLE:
-            found.setdefault(name[0], item)
-    return found
+        if not item.aside and listing.look(item).copy.state is CopyState.WHOLE:
+            copies.setdefault(place_of(item.name)[0], item)
+    records = {one.step: one for one in _events(target) if isinstance(one, Compared) and one.digest}
+    return Left(copies, records)
 
 
-def records_of(folder: RunFolder | None) -> dict[int, Compared]:
-    """Return what a run recorded of its parameters, by step; of several the latest."""
-    found: dict[int, Compared] = {}
-    for path in () if folder is None else (folder.events, *folder.node_events().values()):
+def _events(target: Target) -> list[Record]:
+    """Return what the nodes of a run have recorded, each in its order."""
+    assert target.folder is not None
+    found: list[Record] = []
+    for path in (target.folder.events, *target.folder.node_events().values()):
         with contextlib.suppress(FileNotFoundError):
-            for one in recorder.read(path).records:
-                if isinstance(one, Compared) and one.digest:
-                    found[one.step] = one
+            found += recorder.read(path).records
     return found
 
 
@@ -71,70 +122,60 @@ class Rerun:
         self._planned = planned
         self._console = root / "console.log"
         self._config = root / "config.toml"
-        self.folder = RunFolder(root / "run")
+        self._folder = RunFolder(root / "run")
         root.mkdir(parents=True)
-        self.folder.claim(run_id)
-        self.folder.release()
+        self._folder.claim(run_id)
+        self._folder.release()
         if begin is not None:
-            _link(begin.tier.folder / begin.name, self.folder.checkpoints / begin.name)
+            _link(begin.tier.folder / begin.name, self._folder.checkpoints / begin.name)
         lines = ["[checkpoints]", f"save_interval = {planned.save_interval}", f"keep_last_n = {_ALL}"]
         if planned.records:
             lines += ["[tripwire]", f"tripwire_interval = {planned.compare_interval}"]
             lines += [f"tripwire_optimizer = {str(covers == COVERS[1]).lower()}"]
         self._config.write_text("\n".join(lines) + "\n")
 
-    def carry_out(self, ranks: int, script: Sequence[str], environment: Mapping[str, str], hint: str) -> None:
-        """Run until all that is to be compared is there.
+    def carry_out(self, ranks: int, script: Sequence[str], hint: str) -> Left:
+        """Run until all that is to be compared is there, and return it.
 
         Args:
             ranks: how many.
             script: options of ``outlast run``, the script and its arguments.
-            environment: of the launcher.
             hint: what may be wrong with the script's arguments.
 
         Raises:
             UsageError: the script failed, so nothing can be said.
         """
-        options = ["--run-dir", str(self.folder.root), "--config", str(self._config), "--max-restarts", "0"]
+        options = ["--run-dir", str(self._folder.root), "--config", str(self._config), "--max-restarts", "0"]
         options += ["--nproc-per-node", str(ranks), "--node-name", f"replay-{os.getpid()}"]
         command = [sys.executable, "-m", "outlast", "run", *options, *script]
+        last = {*self._planned.copies[-1:]}, {*self._planned.records[-1:]}
         with open(self._console, "wb") as console:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, env=dict(environment)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=dict(settings.inherited()),
             )
             try:
-                while process.poll() is None and not self._complete():
+                while process.poll() is None:
+                    left = self._left()
+                    if last[0] <= left.copies.keys() and last[1] <= left.records.keys():
+                        break
                     time.sleep(_LOOK)
             finally:
                 _end(process)
-        if not self.steps():
+        left = self._left()
+        if not left.steps:
             tail = self._console.read_text(errors="replace").strip().splitlines()[-12:]
             raise UsageError(
                 f"the replay ended with exit code {process.returncode} before anything could be compared;"
                 f"{hint} all of its output is in {self._console}, the end of it:\n" + "\n".join(tail)
             )
+        return left
 
-    def copies(self) -> dict[int, Item]:
-        """Return the copies that the replay has written."""
-        if not self.folder.checkpoints.is_dir():
-            return {}
-        found = copies_of(listing.find(str(self.folder.root)))
-        return {step: item for step, item in found.items() if step in self._planned.copies}
-
-    def records(self) -> dict[int, Compared]:
-        """Return the digests that the replay has recorded."""
-        found = records_of(self.folder)
-        return {step: one for step, one in found.items() if step in self._planned.records}
-
-    def steps(self) -> tuple[int, ...]:
-        """Return the steps at which something can be compared, ascending."""
-        return tuple(sorted({*self.copies(), *self.records()}))
-
-    def _complete(self) -> bool:
-        """Say whether what is compared last is there."""
-        planned = self._planned
-        copies = not planned.copies or planned.copies[-1] in self.copies()
-        return copies and (not planned.records or planned.records[-1] in self.records())
+    def _left(self) -> Left:
+        return left_in(listing.find(str(self._folder.root))).up_to(self._planned)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -157,14 +198,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_PATIENCE)
 
 
-DIFFERS = 1
-_SHOWN = 8
-_DESCRIPTION = """\
-Compute part of a run again, from one of its checkpoints, and compare it with what the run left. The run is
-only read. Exit code 0: equal. 1: it differs, and it is said where it began. 2: nothing can be said.
-"""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Carry out ``outlast replay ...`` and return its exit code.
 
@@ -179,18 +212,20 @@ def main(arguments: Sequence[str]) -> int:
     target = listing.find(options.run)
     if target.folder is None or not target.run_id:
         raise UsageError(f"{options.run} is no run folder: no run.json is in it")
-    run = _Run(target)
-    planned = plan(run.standing(), run.records, options.start, options.end)
+    run = left_in(target)
+    entries = upkeep.look_over(target, run.copies.values())
+    standing = {entry.copy.step: entry.trust[0] if entry.trust else "" for entry in entries}
+    planned = plan(standing, run.records, options.start, options.end)
     if isinstance(planned, str):
         raise UsageError(f"{options.run}: {planned}")
     scratch = Path(options.scratch or tempfile.mkdtemp(prefix="outlast-replay-"))
     try:
-        code = _Replay(run, planned, script, scratch).carry_out()
+        code = _Replay(target, run, planned, script, scratch).carry_out()
     except UsageError:
-        _say(f"what was written is left in {scratch}")
+        say(f"what was written is left in {scratch}")
         raise
     if options.scratch:
-        _say(f"what was written is in {scratch}")
+        say(f"what was written is in {scratch}")
     else:
         shutil.rmtree(scratch)
     return code
@@ -213,189 +248,162 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(listing.printable(text) + "\n")
-    sys.stdout.flush()
-
-
-class _Run:
-    """What a run left."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.run_id = target.run_id
-        self.copies = copies_of(target)
-        self.records = records_of(target.folder)
-
-    def standing(self) -> dict[int, str]:
-        """Return how far the run believes each copy."""
-        entries = upkeep.look_over(self.target, self.copies.values())
-        return {entry.copy.step: entry.trust[0] if entry.trust else "" for entry in entries}
-
-    def ranks(self) -> int:
-        """Return how many ranks it had."""
-        for item in self.copies.values():
-            manifest = listing.look(item).manifest
-            if manifest is not None:
-                return manifest.world_size
-        started = self._started()
-        return 1 if started is None else started.world_size
-
-    def arguments(self) -> tuple[str, ...]:
-        """Return what its script got."""
-        started = self._started()
-        return () if started is None else started.command[1:]
-
-    def _started(self) -> RunStarted | None:
-        """Return the newest launch."""
-        assert self.target.folder is not None
-        found: list[RunStarted] = []
-        for path in (self.target.folder.events, *self.target.folder.node_events().values()):
-            with contextlib.suppress(FileNotFoundError):
-                found += (one for one in recorder.read(path).records if isinstance(one, RunStarted))
-        return max(found, key=lambda one: one.time, default=None)
-
-    def covers(self, steps: Sequence[int]) -> str:
-        """Return what the recorded digests of some steps covered.
-
-        Raises:
-            UsageError: not always the same.
-        """
-        found = sorted({self.records[step].covers for step in steps})
-        if len(found) > 1:
-            raise UsageError(
-                f"the recorded digests cover {' and '.join(found)} at different steps; choose with --from"
-                " and --to steps at which they cover the same"
-            )
-        return found[0] if found else ""
-
-
 class _Replay:
     """One run computed again, twice where it differs.
 
     Args:
+        target: the run.
         run: what it left.
         planned: what is compared.
         script: the script and its arguments.
         scratch: folder for all that is written.
     """
 
-    def __init__(self, run: _Run, planned: Plan, script: Sequence[str], scratch: Path) -> None:
-        self._run, self._planned, self._script, self._scratch = run, planned, script, scratch
-        self._found: dict[int, list[str]] = {}
+    def __init__(
+        self, target: Target, run: Left, planned: Plan, script: Sequence[str], scratch: Path
+    ) -> None:
+        self._target, self._run, self._planned = target, run, planned
+        self._script, self._scratch = script, scratch
+        started = [one for one in _events(target) if isinstance(one, RunStarted)]
+        self._started = max(started, key=lambda one: one.time, default=None)
 
     def carry_out(self) -> int:
         """Return the exit code."""
         run, planned = self._run, self._planned
-        ranks = run.ranks()
-        _say(
-            f"replay of {ranks} rank(s) from step {planned.start} ({planned.reason}) to {planned.steps[-1]};"
-            f" {len(planned.copies)} copies and {len(planned.records)} recorded digests to compare with"
+        say(
+            f"replay of {self._ranks()} rank(s) from step {planned.start} ({planned.reason})"
+            f" to {planned.steps[-1]}; {len(planned.copies)} copies and {len(planned.records)} recorded"
+            " digests to compare with"
         )
-        first = self._rerun("first", planned, ranks)
+        first = self._rerun("first", planned)
         bracket = self._compare(first)
-        missing = [step for step in planned.steps if step not in first.steps()]
         if bracket.wrong is None:
             if bracket.right < planned.steps[-1]:
                 raise UsageError(
                     f"the replay reached step {bracket.right} of {planned.steps[-1]}; so far it is equal"
                 )
-            _say(f"equal up to step {bracket.right}; looked at {_list(bracket.probes)}")
+            say(f"equal up to step {bracket.right}; looked at {_list(bracket.probes)}")
             return ExitCode.OK
-        for phrase in self._found[bracket.wrong][:_SHOWN]:
-            _say(f"step {bracket.wrong}: {phrase}")
+        for phrase in run.differing(first, bracket.wrong)[:_SHOWN]:
+            say(f"step {bracket.wrong}: {phrase}")
+        missing = [step for step in planned.steps if step not in first.steps]
         if missing and missing[0] < bracket.wrong:
-            _say(f"the replay left nothing to compare at step {_list(missing)}")
-        self._confirm(first, bracket.wrong, ranks)
+            say(f"the replay left nothing to compare at step {_list(missing)}")
+        self._confirm(first, bracket.wrong)
         span = f"{bracket.right} and {bracket.wrong}"
-        _say(f"first wrong step between {span}: equal after the one, not after the other")
+        say(f"first wrong step between {span}: equal after the one, not after the other")
         return DIFFERS
 
-    def _rerun(self, name: str, planned: Plan, ranks: int) -> Rerun:
+    def _ranks(self) -> int:
+        """Return how many ranks the run had."""
+        for item in self._run.copies.values():
+            manifest = listing.look(item).manifest
+            if manifest is not None:
+                return manifest.world_size
+        return 1 if self._started is None else self._started.world_size
+
+    def _rerun(self, name: str, planned: Plan) -> Left:
+        """Compute again what a plan says, and return what that left.
+
+        Raises:
+            UsageError: what was recorded covers not always the same, or the script failed.
+        """
+        covers = sorted({self._run.records[step].covers for step in planned.records})
+        if len(covers) > 1:
+            raise UsageError(
+                f"the recorded digests cover {' and '.join(covers)} at different steps; choose with --from"
+                " and --to steps at which they cover the same"
+            )
         begin = self._run.copies[planned.start] if planned.start else None
-        covers = self._run.covers(planned.records)
-        rerun = Rerun(self._scratch / name, self._run.run_id, begin, planned, covers)
-        had, hint = self._run.arguments(), ""
+        rerun = Rerun(self._scratch / name, self._target.run_id, begin, planned, "".join(covers))
+        had = () if self._started is None else self._started.command[1:]
+        hint = ""
         if had and tuple(self._script[-len(had) :]) != had:
             hint = f" the run had the arguments {shlex.join(had)} after its script, the replay had others;"
-        rerun.carry_out(ranks, self._script, settings.inherited(), hint)
-        return rerun
+        return rerun.carry_out(self._ranks(), self._script, hint)
 
-    def _compare(self, rerun: Rerun) -> Bracket:
-        copies, records = rerun.copies(), rerun.records()
-        known: dict[int, bool] = {}
-        for step, record in records.items():
-            expected = self._run.records[step].digest
-            if record.digest != expected:
-                self._found[step] = [
-                    f"the digest of the {record.covers} is {expected}, in the replay {record.digest}"
-                ]
-            if record.digest != expected or step not in copies:
-                known[step] = record.digest == expected
+    def _compare(self, rerun: Left) -> Bracket:
+        run, known = self._run, {}
+        for step, record in rerun.records.items():
+            is_equal = record.digest == run.records[step].digest
+            if not is_equal or step not in rerun.copies:
+                known[step] = is_equal
+        return bisect(self._planned.start, rerun.steps, known, lambda step: not run.differing(rerun, step))
 
-        def equal(step: int) -> bool:
-            phrases = differing(self._run.copies[step], copies[step])
-            if phrases:
-                self._found[step] = phrases
-            return not phrases
-
-        bracket = bisect(self._planned.start, rerun.steps(), known, equal)
-        wrong = bracket.wrong
-        if wrong is not None and wrong in copies and not known.get(wrong, True):
-            self._found[wrong] += differing(self._run.copies[wrong], copies[wrong])
-        return bracket
-
-    def _confirm(self, first: Rerun, wrong: int, ranks: int) -> None:
+    def _confirm(self, first: Left, wrong: int) -> None:
         """Replay once more: what differs between two replays says nothing of the run.
 
         Raises:
             UsageError: the script does not compute the same twice, or the copy in question is damaged.
         """
         if wrong in self._run.copies:
-            read = upkeep.read_all(self._run.copies[wrong], lambda _: None)
+            read = upkeep.read_all(self._run.copies[wrong])
             if read.copy.state is not CopyState.WHOLE:
                 raise UsageError(f"the copy of step {wrong} is not as it was written: {read.copy.reason}")
-        planned = plan(
-            {step: "" for step in (self._planned.start, *self._planned.copies)},
-            self._planned.records,
-            self._planned.start,
-            wrong,
-        )
-        assert isinstance(planned, Plan), "the wrong step is in it"
-        second = self._rerun("second", planned, ranks)
-        phrases = _between(first, second, wrong)
+        within = [
+            tuple(step for step in steps if step <= wrong)
+            for steps in (self._planned.copies, self._planned.records)
+        ]
+        second = self._rerun("second", replace(self._planned, copies=within[0], records=within[1]))
+        both = first.copies.keys() & second.copies.keys() | first.records.keys() & second.records.keys()
+        phrases = first.differing(second, wrong) if wrong in both else ["the second one did not get there"]
         if phrases:
             raise UsageError(
                 f"two replays differ from each other at step {wrong} ({phrases[0]}): the script does not"
                 " compute the same twice, so nothing is said of the run"
             )
-        _say(f"a second replay gave the same as the first at step {wrong}")
+        say(f"a second replay gave the same as the first at step {wrong}")
 
 
-def _between(first: Rerun, second: Rerun, step: int) -> list[str]:
-    """Return what differs between two replays at a step."""
-    digests: list[Mapping[int, Compared]] = [first.records(), second.records()]
-    copies = [first.copies(), second.copies()]
-    found: list[str] = []
-    if all(step in one for one in digests) and digests[0][step].digest != digests[1][step].digest:
-        found.append(f"digests {digests[0][step].digest} and {digests[1][step].digest}")
-    if all(step in one for one in copies):
-        found += differing(copies[0][step], copies[1][step])
-    if not any(all(step in one for one in each) for each in (digests, copies)):
-        found.append("the second one did not get there")
-    return found
-
-
-def differing(one: Item, other: Item) -> list[str]:
-    """Return what differs between two copies.
+def differences(one: Item, other: Item) -> list[str]:
+    """Return what differs between two copies, a phrase each; random states aside.
 
     Raises:
         UsageError: one of them is damaged.
+        OSError: the file system refused.
     """
     try:
-        return list(differences(one, other))
+        with one.tier.open(one.name) as left, other.tier.open(other.name) as right:
+            mine, others = read_manifest(left, one.name)[0], read_manifest(right, other.name)[0]
+            if mine.world_size != others.world_size:
+                return [f"{mine.world_size} and {others.world_size} ranks"]
+            return [
+                f"rank {rank}: {phrase}"
+                for rank in range(mine.world_size)
+                for phrase in _of_rank(
+                    (left, right), (read_rank_file(left, mine, rank), read_rank_file(right, others, rank))
+                )
+            ]
     except DamagedCopy as error:
-        raise UsageError(f"a copy of step {listing.look(one).copy.step} cannot be read: {error}") from error
+        raise UsageError(f"a copy of step {place_of(one.name)[0]} cannot be read: {error}") from error
+
+
+def _of_rank(folders: tuple[CopyFolder, CopyFolder], files: tuple[RankFile, RankFile]) -> Iterator[str]:
+    left, right = files
+    unlike = sorted(left.tensors.keys() ^ right.tensors.keys())
+    if unlike:
+        yield f"only one has {unlike[0]}"
+    for key in sorted(left.tensors.keys() & right.tensors.keys()):
+        forms = [
+            (one.dtype, one.shape, one.global_shape, one.offsets)
+            for one in (left.tensors[key], right.tensors[key])
+        ]
+        digests = [_digest(folder, file, key) for folder, file in zip(folders, files, strict=True)]
+        if forms[0] != forms[1]:
+            yield f"{key} is of another type, shape or place"
+        elif digests[0] != digests[1]:
+            yield f"{key} (digest {digests[0]}, in the replay {digests[1]})"
+    values = left.values.keys() | right.values.keys()
+    names = sorted(name for name in values if left.values.get(name) != right.values.get(name))
+    if names:
+        yield f"what is no tensor in {', '.join(names)}"
+
+
+def _digest(folder: CopyFolder, rank_file: RankFile, key: str) -> str:
+    """Return the digest of a tensor's bytes."""
+    file, entry = next((one.file.name, one.tensors[key]) for one in rank_file.shards if key in one.tensors)
+    with folder.open(file) as (descriptor, _):
+        return digest_of(descriptor, entry.end, file, entry.begin)
 
 
 def _list(steps: Sequence[int]) -> str:
