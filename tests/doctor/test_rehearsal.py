@@ -95,6 +95,16 @@ def test_a_script_that_fails_does_and_one_that_finishes_meanwhile_has_not(
 
 
 @pytest.mark.long
+def test_a_script_that_has_saved_its_last_step_before_the_signal_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_LOOK", 0.5)  # the second copy, of the last step, is seen late
+    text = SESSION.format(first="").replace("1_000_000", "10") + "time.sleep(3)\n"
+    found = rehearse(tmp_path, text)
+    assert found["preemption"].ok, found["preemption"]
+
+
+@pytest.mark.long
 def test_a_script_is_not_started_unless_it_is_asked_for(tmp_path: Path) -> None:
     """What it would write stays as it is, whatever path it names."""
     folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"

@@ -52,7 +52,8 @@ _SHARE_FOR_SAVES = 0.4  # of the time that is left after the first step
 _LEAST_TIMEOUT = 5.0  # seconds without a heartbeat; a busy machine is silent for one or two
 _STEPS = 20  # that the timeout of the rehearsal is long
 _STARTS = 3  # as long as the start took: a job that is not running again by then does not go on
-_ENDS_WITHIN = 2.0  # seconds in which a launcher ends whose ranks have finished
+_ENDS_WITHIN = 10.0  # seconds in which a launcher ends whose ranks have finished
+_ENDS_AT_LEAST = 2.0  # likewise, where no time is left
 _FINISHED = "the script finished before this could be tried; give it more steps"
 _MOST_SAID = 4096  # bytes of the job's output that are looked at for the reason
 
@@ -160,18 +161,19 @@ def _preemption(job: _Job) -> Diagnosis:
     job.process.send_signal(signal.SIGTERM)
     code = job.exit_code()
     records = job.observer.records
-    reached = max((one.step for one in records if isinstance(one, Progress) and one.clock < told), default=0)
-    saved = [one for one in records if isinstance(one, Saved) and one.clock >= told and one.step >= reached]
+    reached = max((one.step for one in records if isinstance(one, Progress)), default=0)
+    saved = max((one.step for one in records if isinstance(one, Saved)), default=-1)
     took = f"after {time.monotonic() - told:.1f} s"
-    if code == ExitCode.SIGNAL_BASE + signal.SIGTERM and saved:
-        return policy.rehearsed("preemption", f"step {saved[-1].step} was saved, and the job ended {took}")
+    if code == ExitCode.SIGNAL_BASE + signal.SIGTERM and saved >= reached:
+        return policy.rehearsed("preemption", f"step {saved} was saved, and the job ended {took}")
     if code == ExitCode.OK:
         return policy.unrehearsed("preemption", _FINISHED)
     ended = "did not end" if code is None else f"ended with exit code {code}"
+    newest = f"step {saved} the last one that was saved" if saved >= 0 else "none was saved"
     return job.failed(
         "preemption",
         told,
-        f"the job {ended} {took}, {len(saved)} save(s) of step {reached} or later: {job.said()}",
+        f"the job {ended} {took}, step {reached} was the last one, {newest}: {job.said()}",
     )
 
 
@@ -321,8 +323,9 @@ class _Job:
 
     def has_finished(self) -> bool:
         """Say whether the script has come to its end, which is no failure; a job that ends has a moment."""
+        left = self.until - time.monotonic()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_ENDS_WITHIN)
+            self.process.wait(min(_ENDS_WITHIN, max(_ENDS_AT_LEAST, left)))
         return self.process.poll() == ExitCode.OK
 
     def no_start(self, seconds: float) -> Diagnosis:

@@ -708,6 +708,7 @@ class Agent:
             if asked and generation.living():
                 living = Living(generation, self._options.config, self._console, self._signals)
                 living.end_politely(asked, self._meanwhile)
+                self._watch.read()  # steps that ranks have completed since the signal
             self._torchelastic.stopped(generation)
             self._end_generation(generation)
         self._family.sweep()  # workers that are still to be forked must end before the checkpoint writer does
