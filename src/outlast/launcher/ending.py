@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import selectors
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class Living:
     def end_politely(self, asked: int, meanwhile: Callable[[Generation, float], None]) -> None:
         """Pass a signal on, and give the workers their time; less when somebody insists.
 
-        Workers that are stopped (SIGSTOP) while nobody else is left are not waited for.
+        A worker that has been stopped (SIGSTOP) for ``workers_stop_timeout`` is killed: no other signal ends
+        it, and workers that save would wait for its agreement until their own deadline.
 
         Args:
             asked: the signal.
@@ -82,20 +84,21 @@ class Living:
         """
         generation, began = self.generation, time.monotonic()
         patience = self.config.fault_tolerance.workers_stop_timeout
-        end, left, moved = began + patience, 0.0, began
+        end, left, moved = began + patience, 0.0, dict[int, float]()
         goes, told = f"signal {asked} goes to the workers", ""
         plain = f"{goes}; they have {_seconds(patience)} to end"
         for worker in generation.living():
             worker.send(asked)
         while (now := time.monotonic()) < end and processes.wait_for_end(generation.living(), 0.05):
             meanwhile(generation, now)
-            living = generation.living()
-            if any(state_of(one.pid) not in _STOPPED for one in living):
-                moved = now
-            elif living and now > moved + patience:
-                first = f"rank {living[0].rank} (pid {living[0].pid})"
-                self.console.say(f"{first} has been stopped for {_seconds(patience)}: it is killed now")
-                return
+            for worker in generation.living():
+                if state_of(worker.pid) not in _STOPPED:
+                    moved[worker.pid] = now
+                elif now > moved.get(worker.pid, began) + patience:
+                    moved[worker.pid] = math.inf
+                    rank = f"rank {worker.rank} (pid {worker.pid})"
+                    self.console.say(f"{rank} has been stopped for {_seconds(patience)}: it is killed now")
+                    worker.send(signal.SIGKILL)
             if generation.leaves and not left:
                 left = max(patience, generation.leaves - began)
                 first = "workers" if told else f"{goes}, which"
