@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.policy.copies import TrustChange
-from outlast.checkpoint.policy.trust import Trust
+from outlast.checkpoint.policy.copies import Trust, TrustChange
 from outlast.cluster.policy.events import Judged
 from outlast.errors import ExitCode
 from outlast.hang.policy.diagnosis import Death, cause_of, first_failed, looks_like_victim

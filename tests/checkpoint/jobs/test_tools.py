@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from outlast.checkpoint.content.digest import commit_line, file_digest
-from outlast.checkpoint.policy.copies import Copies
+from outlast.checkpoint.policy.copies import NON_FINITE, Copies, Faulted
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, copy_name, rank_files
-from outlast.checkpoint.policy.trust import NON_FINITE, Faulted
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.tools import upkeep
 from outlast.checkpoint.tools.commands import main

@@ -111,6 +111,13 @@ def loads(decider: JobDecider, step: int) -> JobDecider:
     return decider
 
 
+def resumed(*steps: int) -> JobDecider:
+    """Return the decider of a launch that found copies of an earlier one, and loaded the newest."""
+    decider = committed(job(), *steps)
+    decider.begin_after(1)
+    return loads(decider, steps[-1])
+
+
 def finished(decider: JobDecider) -> JobDecider:
     for rank in range(decider.world_size):
         decider.handle(WorkerFinished(rank, decider.generation), 0.0)
@@ -128,7 +135,7 @@ def suspicious() -> JobDecider:
     """Return a decider to which the copies of steps 20 and 24 are suspects."""
     decider = committed(job(), 10, 20)
     hit(decider)
-    committed(loads(decider, 20), 24)
+    committed(loads(decider, 20), 24, generation=2)
     hit(decider)
     return decider
 

@@ -1,36 +1,86 @@
-"""What a job knows of its copies: the trust book, fed with what is seen, and the marks that follow from it.
+"""How far each copy of a checkpoint is trusted: which are tried last, and which are not loaded at all.
 
-A copy that is reported without a tier is durable and on this job's own disk: ``local``. Copies in memory are
-heard of when they are loaded, or not at all; what a doubted generation has left there is marked as a whole.
+A digest shows that a copy holds the bytes that were written, not that these bytes are good. So a copy has to
+prove itself: training continues from its state for ``CLEAN_STEPS`` steps. A fault that bad state can cause,
+within that many steps of a load, makes the loaded copy a suspect before the device
+(``recovery/policy/escalation`` says which faults), and with it all that its generation saved after the load.
+Suspects are loaded when nothing else is left, and one that ends the same way again is quarantined. What ranks
+saved after they last held the same is quarantined at once, even if proven: training also goes on from wrong
+numbers. Nothing is deleted for it, and a person can release it.
+
+A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another. One
+that is reported without a tier is durable and on this job's own disk: ``local``. Copies in memory are heard
+of when they are loaded, or not at all; what a doubted generation has left there is marked as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from functools import lru_cache
+from typing import Annotated, Any
 
+from outlast import codec
 from outlast.checkpoint.policy.manifest import parse_copy_name, place_of, tier_of, training_of
 from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
-from outlast.checkpoint.policy.trust import (
-    CleanStep,
-    Committed,
-    Damaged,
-    Event,
-    Faulted,
-    Loaded,
-    Released,
-    Removed,
-    Trust,
-    TrustBook,
-)
+from outlast.codec import Malformed, Meta
+from outlast.recovery.policy.events import FaultKind
 
 LOCAL = "local"
+CLEAN_STEPS = 20  # Megatron-LM #5281: a bad replica showed itself three steps after every load of it
+NON_FINITE = FaultKind.NON_FINITE.value
 _SAME_BYTES = {"memory", LOCAL}  # the writer writes one from the other
 _DURABLE = (LOCAL, "global")  # tiers whose copies outlive every process and node of the job
 _MARKED = 32  # copies that the ranks are told of, the newest
 _NAMED = 3  # copies on disk that they are told of, the newest
+_DOUBTED_KEPT = 8
+_COPIES_KEPT = 256
+_OUTCOMES_KEPT = 8
+_SIGNATURE_LENGTH = 200
 _VERSION = 1  # of what is kept between launchers
+
+
+class Trust(str, Enum):
+    """How far a copy is trusted."""
+
+    COMMITTED = "committed"  # it exists
+    VERIFIED = "verified"  # its bytes were read to be loaded, and their digests fit
+    PROVEN = "proven"  # training ran on from its state
+    SUSPECT = "suspect"  # loaded only when nothing else is left
+    QUARANTINED = "quarantined"  # not to be loaded, for a reason
+
+
+_FOR = (Trust.COMMITTED, Trust.VERIFIED, Trust.PROVEN)
+_AGAINST = (Trust.SUSPECT, Trust.QUARANTINED)
+
+
+@dataclass(frozen=True)
+class Faulted:
+    """A fault ended a generation.
+
+    Args:
+        step: completed steps when it happened; -1 before the first one. Of what is told by clean steps and
+            by this, the later one counts.
+        kind: value of a ``FaultKind``, or ``NON_FINITE``.
+        signature: equal for equal causes.
+        lasting: nothing is left to be tried but another state, however long ago this one was loaded.
+        agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
+            None: the fault is not about that.
+        speaks: it speaks against the state that was loaded, if it came soon after the load.
+    """
+
+    step: int
+    kind: str
+    signature: str
+    lasting: bool = False
+    agreed: int | None = None
+    speaks: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Equal for faults that are the same, as far as copies are concerned."""
+        return f"{self.kind}|{self.signature[:_SIGNATURE_LENGTH]}"
 
 
 @dataclass(frozen=True)
@@ -50,14 +100,56 @@ class TrustChange:
     reason: str
 
 
+@dataclass
+class _Copy:
+    """What is known of a copy.
+
+    Args:
+        trust: how far it is trusted.
+        reason: why.
+        digest: of its manifest; empty: not known.
+        released: what is known of its generation does not hold for it.
+        outcomes: the latest faults that made it a suspect.
+    """
+
+    trust: Trust
+    reason: str
+    digest: Annotated[str, Meta(pattern=r"^[0-9A-Za-z]*\Z")] = ""
+    released: bool = False
+    outcomes: tuple[str, ...] = ()
+
+
+@dataclass
+class _State:
+    """What outlives a launcher.
+
+    Args:
+        version: of this.
+        copies: by place, in the order in which they were heard of.
+        doubted: generations, with the copy that each began with.
+        diverged: generations, with the step after which replicas last held the same.
+    """
+
+    version: int
+    copies: dict[str, _Copy]
+    doubted: tuple[tuple[int, str], ...]
+    diverged: tuple[tuple[int, Annotated[int, Meta(ge=-1)]], ...]
+
+
 class Copies:
-    """The copies of one job, all tiers."""
+    """The copies of one job, all tiers; needs no clock, since nothing in it happens because time passes.
+
+    What a generation saves stands and falls with the copy that it began with.
+    """
 
     def __init__(self) -> None:
-        self._book = TrustBook()
-        self._digests: dict[str, str] = {}
+        self._copies: dict[str, _Copy] = {}
+        self._doubted: dict[int, str] = {}
+        self._diverged: dict[int, int] = {}
+        self._generation = -1
+        self._began: int | None = None  # completed steps of what the present generation has loaded
+        self._clean = -1
         self._loaded: tuple[str, ...] = ()
-        self._words: dict[str, str] = {}
         self._changes: list[TrustChange] = []
 
     @property
@@ -67,85 +159,153 @@ class Copies:
 
     def begin(self, generation: int) -> None:
         """A generation starts; until it has loaded something its state is a fresh one."""
-        self._loaded = ()
-        self._tell(Loaded(0, (), generation))
+        self._generation, self._began, self._clean, self._loaded = generation, 0, 0, ()
 
     def commit(self, checkpoint: str) -> None:
-        """A copy exists."""
+        """A copy exists; of those that an earlier process left this must be said before the load."""
         for place in _places(checkpoint):
-            self._tell(Committed(place))
+            self._known(place)
+
+    def _known(self, place: str) -> _Copy:
+        if place not in self._copies:
+            self._copies[place] = _Copy(Trust.COMMITTED, "committed")
+            _trim(self._copies, _COPIES_KEPT)
+            self._judge(place)
+        return self._copies[place]
+
+    def _judge(self, place: str) -> None:
+        """Apply to a copy what is known of the generation that saved it."""
+        step, generation = _age(place)
+        copy, agreed = self._copies[place], self._diverged.get(generation)
+        if copy.released or copy.trust is Trust.QUARANTINED:
+            return
+        if agreed is not None and step > agreed:
+            self._set(place, Trust.QUARANTINED, _diverged_after(agreed))
+        elif generation in self._doubted and copy.trust is not Trust.SUSPECT:
+            self._set(place, Trust.SUSPECT, _begun_with(self._doubted[generation]))
+
+    def _set(self, place: str, trust: Trust, reason: str) -> None:
+        copy = self._copies[place]
+        if trust is not copy.trust and trust not in (Trust.COMMITTED, Trust.VERIFIED):
+            self._changes.append(TrustChange(place, _age(place)[0], trust.value, reason))
+        copy.trust, copy.reason = trust, reason
 
     def load(self, step: int, places: Iterable[str], digest: str, generation: int) -> None:
-        """The ranks have loaded a copy; ``digest`` of its manifest, empty when that is not known."""
+        """The ranks go on from a copy whose bytes were verified.
+
+        Args:
+            step: completed steps.
+            places: the copies from which shards were read.
+            digest: of the manifest, empty when that is not known.
+            generation: of the ranks.
+        """
         loaded = {place for one in places for place in _places(one)}
-        loaded |= {place for place in self._digests if digest and self._is_same(place, loaded, digest)}
+        names = set(map(_name, loaded))
+        loaded |= {
+            place
+            for place, copy in self._copies.items()
+            if digest and copy.digest == digest and _name(place) in names
+        }
+        self._generation, self._began, self._clean = generation, step, step
         self._loaded = tuple(sorted(loaded))
         for place in self._loaded:
-            self._tell(Committed(place))
-            if digest:
-                self._digests[place] = digest
-        self._tell(Loaded(step, self._loaded, generation))
-
-    def _is_same(self, place: str, loaded: Iterable[str], digest: str) -> bool:
-        """Say whether a copy of another tier holds the bytes that were loaded."""
-        names = {one.rpartition("/")[2] for one in loaded}
-        return self._digests[place] == digest and place.rpartition("/")[2] in names
+            copy = self._known(place)
+            copy.digest = digest or copy.digest
+            if copy.trust is Trust.COMMITTED:
+                self._set(place, Trust.VERIFIED, "verified when it was loaded")
 
     def clean(self, step: int) -> None:
-        """Every rank has completed a step."""
-        self._tell(CleanStep(step))
+        """Every rank has completed a step, and nothing was wrong with it; steps may be left out."""
+        self._clean = max(self._clean, step)
+        if self._began is None or step - self._began < CLEAN_STEPS:
+            return
+        for place in sorted(self._copies):
+            saved, generation = _age(place)
+            went_on = generation == self._generation and saved > self._began and step - saved >= CLEAN_STEPS
+            if self._copies[place].trust is not Trust.QUARANTINED and (went_on or place in self._loaded):
+                reason = f"{CLEAN_STEPS} clean steps after it was loaded"
+                if went_on:
+                    reason = f"training went on from it for {CLEAN_STEPS} clean steps"
+                self._set(place, Trust.PROVEN, reason)
+                self._copies[place].outcomes = ()
 
     def idle_at(self, step: int) -> int:
-        """Return the completed steps of what was loaded, if none was done since; -1: one was, or no load."""
-        return self._book.idle_at(step)
+        """Return the completed steps of what was loaded, if none was done since; -1: one was, or no load.
+
+        Args:
+            step: completed steps; -1: not known.
+        """
+        began = self._began
+        return -1 if began is None or max(step, self._clean) > began else began
 
     def remove(self, checkpoint: str) -> None:
         """A copy is gone."""
         for place in _places(checkpoint):
-            self._tell(Removed(place))
-            self._digests.pop(place, None)
-            self._words.pop(place, None)
+            self._copies.pop(place, None)
 
     def set_aside(self, checkpoint: str, reason: str) -> None:
         """The ranks or the writer have put a copy into quarantine.
 
         One that was damaged is gone from its tier, and that is all: the same state, written there anew or in
-        another tier, may be sound. One that was set aside because the book said so stays quarantined.
+        another tier, may be sound. One that was set aside because it is quarantined here stays quarantined.
         """
         for place in _places(checkpoint):
-            if self._book.trust(place) is not Trust.QUARANTINED:
-                self._tell(Damaged(place, reason))
-                self.remove(place)
+            if place not in self._of(Trust.QUARANTINED):
+                self._copies.pop(place, None)
+                self._changes.append(TrustChange(place, _age(place)[0], Trust.QUARANTINED.value, reason))
 
     def fault(self, fault: Faulted) -> None:
         """A fault has ended the present generation."""
-        self._tell(fault)
-        self._loaded = ()
+        began, loaded, generation = self._began, self._loaded, self._generation
+        reached = max(fault.step, self._clean)
+        self._began, self._loaded = None, ()
+        if began is None:
+            return
+        if fault.agreed is not None:
+            self._diverged[generation] = fault.agreed
+            _trim(self._diverged, _DOUBTED_KEPT)
+        was_alike = fault.agreed is not None and fault.agreed >= began  # what was loaded was compared, too
+        soon = fault.speaks and reached - began < CLEAN_STEPS and not was_alike
+        if loaded and (fault.lasting or soon):
+            after = f"{reached - began} steps after it was loaded"
+            for place in loaded:
+                self._suspect(place, fault.outcome, f"{fault.kind} ({fault.signature:.60}) {after}")
+            self._doubted[generation] = loaded[0]
+            _trim(self._doubted, _DOUBTED_KEPT)
+        for place in sorted(self._copies):
+            if _age(place)[1] == generation:
+                self._judge(place)
+
+    def _suspect(self, place: str, outcome: str, reason: str) -> None:
+        copy = self._copies.get(place)
+        if copy is None or copy.trust is Trust.QUARANTINED:
+            return
+        if outcome in copy.outcomes:
+            self._set(place, Trust.QUARANTINED, f"{reason}, as after the load before")
+        else:
+            self._set(place, Trust.SUSPECT, reason)
+            copy.outcomes = (*copy.outcomes, outcome)[-_OUTCOMES_KEPT:]
 
     def clear_suspicion(self, fault: Faulted, reason: str) -> None:
         """A fault has ended the present generation as it did others, whatever they had loaded."""
-        for place in self._book.accused(fault):
-            self._tell(Released(place, reason, with_path=True))
-        self._loaded = ()
+        self._began, self._loaded = None, ()
+        suspects = self._of(Trust.SUSPECT)
+        loaded = [place for place in suspects if fault.outcome in self._copies[place].outcomes]
+        saved = set(map(_begun_with, loaded))
+        for place in suspects:
+            if place in loaded or self._copies[place].reason in saved:
+                self._release(place, reason)
+                self._doubted = {one: begin for one, begin in self._doubted.items() if begin != place}
 
-    def _tell(self, event: Event) -> None:
-        for change in self._book.handle(event):
-            word = _word(change.trust, change.suspect)
-            before = self._words.get(change.place, "")
-            if word:
-                self._words[change.place] = word
-            else:
-                self._words.pop(change.place, None)
-            if word != before and (word or isinstance(event, Released)):
-                step = place_of(change.place.rpartition("/")[2])[0]
-                self._changes.append(
-                    TrustChange(
-                        change.place, step, word or "released", change.reason.removeprefix("released: ")
-                    )
-                )
+    def _release(self, place: str, reason: str) -> None:
+        copy = self._copies[place]
+        if copy.trust in _AGAINST:
+            why = f"released: {reason}"
+            self._copies[place] = _Copy(Trust.COMMITTED, why, digest=copy.digest, released=True)
+            self._changes.append(TrustChange(place, _age(place)[0], "released", reason))
 
     def changes(self) -> tuple[TrustChange, ...]:
-        """Return what has changed since the last call."""
+        """Return the copies that became suspect, quarantined, proven or released since the last call."""
         found, self._changes = tuple(self._changes), []
         return found
 
@@ -153,36 +313,28 @@ class Copies:
         """Say whether something else than what was loaded may be loaded instead: older, or of other bytes."""
         if not self._loaded:
             return False
-        loaded = {place.rpartition("/")[2] for place in self._loaded}
+        loaded = set(map(_name, self._loaded))
         tiers = set(map(tier_of, self._loaded))
         tiers |= _SAME_BYTES if tiers & _SAME_BYTES else set()
-        oldest = min(map(place_of, loaded))
-        training = training_of(self._loaded[0])
-        for place in self._trusted():
-            tier, name = tier_of(place), place.rpartition("/")[2]
-            if training_of(place) != training:
-                continue
-            if name in loaded and tier not in tiers:
-                return True
-            if name not in loaded and place_of(name)[0] < oldest[0]:
-                return True
-        return False
+        oldest, training = min(map(_age, self._loaded)), training_of(self._loaded[0])
+        return any(
+            tier_of(place) not in tiers if _name(place) in loaded else _age(place)[0] < oldest[0]
+            for place in self._trusted()
+            if training_of(place) == training
+        )
+
+    def _of(self, *trust: Trust) -> list[str]:
+        """Return the places of the copies that are trusted so far."""
+        return sorted(place for place, copy in self._copies.items() if copy.trust in trust)
 
     def _trusted(self) -> list[str]:
         """Return the copies that nothing speaks against; those in memory come and go, and do not count."""
-        doubtful = set(self._book.suspects())
-        return [
-            place
-            for place in self._book.places()
-            if place not in doubtful
-            and self._book.trust(place) is not Trust.QUARANTINED
-            and tier_of(place) != "memory"
-        ]
+        return [place for place in self._of(*_FOR) if tier_of(place) != "memory"]
 
     def held_back(self) -> tuple[str, ...]:
         """Return the suspects that would be loaded next if they were none, the newest first."""
-        newest = max(map(_age, self._trusted()), default=())
-        found = [place for place in self._book.suspects() if _age(place) >= newest]
+        newest = max(map(_age, self._trusted()), default=(-1, -1))
+        found = [place for place in self._of(Trust.SUSPECT) if _age(place) >= newest]
         return tuple(sorted(found, key=_age, reverse=True))
 
     def has_trusted(self) -> bool:
@@ -190,83 +342,70 @@ class Copies:
         return bool(self._trusted())
 
     def reason(self, place: str) -> str:
-        """Return why a copy is in its state."""
-        return self._book.reason(place)
+        """Return why a copy that is known is trusted so far."""
+        return self._copies[place].reason
 
     def newest_durable(self) -> int:
         """Return the step that the next launcher goes on from, -1 when there is none."""
-        durable = (place for place in self._book.order(self._book.places()) if tier_of(place) != "memory")
-        return max((_age(place)[0] for place in self._trusted() or durable), default=-1)
+        suspects = (place for place in self._of(Trust.SUSPECT) if tier_of(place) != "memory")
+        return max((_age(place)[0] for place in self._trusted() or suspects), default=-1)
 
     def marks(self) -> tuple[str, ...]:
         """Return the marks that the ranks of the next generation get."""
-        book = self._book
-        aside = [place for place in book.places() if book.trust(place) is Trust.QUARANTINED]
-        against = [(place, CopyStatus.QUARANTINED) for place in aside]
-        against += [(place, CopyStatus.SUSPECT) for place in book.suspects()]
-        against = sorted(against, key=lambda one: (_age(one[0]), one[0]))[-_MARKED:]
-        marks = [
-            Mark(place, bearing, self._digests.get(place, ""), book.reason(place))
-            for place, bearing in against
-        ]
-        marks += [of_generation(generation, reason) for generation, reason in book.doubted()]
-        marks += [of_later(*diverged) for diverged in book.diverged()]
-        marks += [Mark(place, CopyStatus.RELEASED) for place in book.released()[-_MARKED:]]
-        durable = _newest_of_each((one for one in book.proven() if tier_of(one) == LOCAL), 1)
-        marks += [Mark(place, CopyStatus.PROVEN) for place in durable]
-        there = (place for place in book.order(book.places()) if tier_of(place) in _DURABLE)
-        marks += [Mark(place, CopyStatus.DURABLE) for place in _newest_of_each(there, _NAMED)]
+        against = sorted(self._of(*_AGAINST), key=lambda place: (_age(place), place))[-_MARKED:]
+        released = [place for place in self._of(*_FOR) if self._copies[place].released]
+        proven = (place for place in self._of(Trust.PROVEN) if tier_of(place) == LOCAL)
+        durable = (place for place in self._of(*_FOR, Trust.SUSPECT) if tier_of(place) in _DURABLE)
+        marks = (
+            *(
+                Mark(place, CopyStatus(copy.trust.value), copy.digest, copy.reason)
+                for place, copy in ((place, self._copies[place]) for place in against)
+            ),
+            *(of_generation(one, _begun_with(begin)) for one, begin in self._doubted.items()),
+            *(of_later(one, agreed, _diverged_after(agreed)) for one, agreed in self._diverged.items()),
+            *(Mark(place, CopyStatus.RELEASED) for place in released[-_MARKED:]),
+            *(Mark(place, CopyStatus.PROVEN) for place in _newest_of_each(proven, 1)),
+            *(Mark(place, CopyStatus.DURABLE) for place in _newest_of_each(durable, _NAMED)),
+        )
         return tuple(mark.to_text() for mark in marks)
 
     def standing(self) -> dict[str, tuple[str, str]]:
-        """Return for each copy its place, how far it is to be believed in one word, and why."""
-        book, doubtful = self._book, set(self._book.suspects())
-        found: dict[str, tuple[str, str]] = {}
-        for place in book.places():
-            trust = book.trust(place)
-            assert trust is not None, "it is in the book"
-            word = _word(trust, place in doubtful) or trust.value
-            found[place] = (word, book.reason(place))
-        return found
+        """Return for each copy its place, how far it is trusted in one word, and why."""
+        return {place: (copy.trust.value, copy.reason) for place, copy in sorted(self._copies.items())}
 
     def state(self) -> dict[str, Any]:
         """Return what must outlive the launcher, as JSON values."""
-        return {"version": _VERSION, **self._book.state(), "digests": dict(self._digests)}
+        doubted, diverged = tuple(self._doubted.items()), tuple(self._diverged.items())
+        found: dict[str, Any] = codec.values_of(_State(_VERSION, self._copies, doubted, diverged))
+        return found
 
-    def restore(self, state: Mapping[str, Any], released: Mapping[str, str]) -> None:
-        """Go on after an earlier launcher.
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], released: Mapping[str, str]) -> Copies:
+        """Return the copies as an earlier launcher knew them; the generation that it had has ended with it.
 
         Args:
             state: what :meth:`state` returned.
             released: names of copies that a person has released since, each with the reason.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not one of ours; nothing was taken over.
+            ValueError: the state is not one of ours.
         """
-        version = state["version"]
-        if version != _VERSION:
-            raise ValueError(f"trust in copies is kept in version {version!r}, this one knows {_VERSION}")
-        book, digests = TrustBook(), {str(place): str(one) for place, one in dict(state["digests"]).items()}
-        book.restore(state)
-        odd = [place for place in book.places() if not _places(place) or "|" in place or "," in place]
-        odd += [digest for digest in digests.values() if not digest.isalnum()]
+        try:
+            found = codec.convert(state, _State)
+        except Malformed as error:
+            raise ValueError(f"no trust in copies: {error}") from error
+        if found.version != _VERSION:
+            raise ValueError(f"trust in copies is kept in version {found.version}, this one knows {_VERSION}")
+        odd = [place for place in found.copies if _places(place) != (place,)]
         if odd:
-            raise ValueError(f"{odd[0]!r} is neither the place of a copy nor a digest")
-        self._take_over(book, digests)
-        for name, reason in released.items():
-            for place in book.places():
-                if place.rpartition("/")[2] == name:
-                    self._tell(Released(place, reason))
-
-    def _take_over(self, book: TrustBook, digests: dict[str, str]) -> None:
-        self._book, self._digests, self._loaded, self._changes = book, digests, (), []
-        self._words = {place: word for place, (word, _) in self.standing().items()}
-
-
-def _word(trust: Trust, suspect: bool) -> str:
-    if suspect:
-        return "suspect"
-    return trust.value if trust in (Trust.QUARANTINED, Trust.PROVEN) else ""
+            raise ValueError(f"{odd[0]!r} is not the place of a copy")
+        copies = cls()
+        copies._copies = found.copies
+        copies._doubted, copies._diverged = dict(found.doubted), dict(found.diverged)
+        for place in sorted(copies._copies):
+            if _name(place) in released:
+                copies._release(place, released[_name(place)])
+        return copies
 
 
 def _newest_of_each(places: Iterable[str], count: int) -> list[str]:
@@ -277,11 +416,33 @@ def _newest_of_each(places: Iterable[str], count: int) -> list[str]:
     return [place for those in found.values() for place in those[-count:]]
 
 
+def _begun_with(place: str) -> str:
+    return f"saved on the path that began with {place}, which is not to be trusted"
+
+
+def _diverged_after(agreed: int) -> str:
+    if agreed < 0:
+        return "saved by ranks that should hold the same and do not"
+    return f"saved after step {agreed}, when ranks last held what they should hold alike"
+
+
+def _trim(found: dict[Any, Any], keep: int) -> None:
+    """Drop the oldest."""
+    for old in list(found)[:-keep]:
+        del found[old]
+
+
 def _places(checkpoint: str) -> tuple[str, ...]:
-    """Return a copy's place; none for what is no copy's name."""
+    """Return a copy's place; none for what is no copy's name, or does not fit into a mark."""
     place = checkpoint if "/" in checkpoint else f"{LOCAL}/{checkpoint}"
-    return (place,) if parse_copy_name(place.rpartition("/")[2]) is not None else ()
+    is_one = parse_copy_name(_name(place)) is not None and place.isascii() and not {"|", ","} & set(place)
+    return (place,) if is_one else ()
 
 
+def _name(place: str) -> str:
+    return place.rpartition("/")[2]
+
+
+@lru_cache(maxsize=2 * _COPIES_KEPT)
 def _age(place: str) -> tuple[int, int]:
-    return place_of(place.rpartition("/")[2])
+    return place_of(_name(place))

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from outlast.checkpoint.policy.copies import LOCAL, Copies
+from outlast.checkpoint.policy.copies import LOCAL, Copies, Trust
 from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import place_of, some
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.policy.retention import Removal, removals
-from outlast.checkpoint.policy.trust import Trust
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tools.listing import (
     AGAINST,
@@ -171,12 +170,10 @@ def _tell_the_run(target: Target, name: str) -> None:
 def trusted(target: Target) -> dict[str, tuple[str, str]]:
     """Return how far the run trusts each copy, by place: a word, and why; empty when nothing is known."""
     state = None if target.folder is None else target.folder.recall()
-    copies = Copies()
     try:
-        copies.restore((state or {})["copies"], dict((state or {}).get("released", {})))
+        return Copies.restored((state or {})["copies"], dict((state or {}).get("released", {}))).standing()
     except (KeyError, TypeError, ValueError):
         return {}
-    return copies.standing()
 
 
 def look_over(target: Target, chosen: Iterable[Item]) -> list[Entry]:

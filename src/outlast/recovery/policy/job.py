@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.policy.copies import Copies, TrustChange
+from outlast.checkpoint.policy.copies import Copies, Faulted, TrustChange
 from outlast.checkpoint.policy.manifest import some
-from outlast.checkpoint.policy.trust import Faulted
 from outlast.cluster.policy.codec import Digest, Generation, Rank, Signum
 from outlast.cluster.policy.rank_assignment import RankAssignment
 from outlast.errors import ExitCode
@@ -450,9 +449,10 @@ class JobDecider:
             KeyError, TypeError, ValueError: the state is invalid; nothing was taken over.
         """
         generation = whole(state["generation"], at_least=1)
-        copies = Copies()
         released = dict(state.get("released", {}))
-        copies.restore(state["copies"], {str(name): str(reason) for name, reason in released.items()})
+        copies = Copies.restored(
+            state["copies"], {str(name): str(reason) for name, reason in released.items()}
+        )
         knows_steps, own = state["knows_steps"], whole(state["own"], at_least=-1)
         complete = whole(state.get("complete", -1), at_least=-1)
         trained = tuple(map(str, state.get("trained", ())))[-_PROGRAMS:]
