@@ -17,8 +17,7 @@ import pytest
 
 from outlast import settings
 from outlast.agreement.worker.reports import Report
-from outlast.checkpoint.policy import resolve
-from outlast.checkpoint.policy.resolve import Mark
+from outlast.checkpoint.policy.resolve import Copy, Mark
 from outlast.checkpoint.replica import frames
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
@@ -26,6 +25,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.tools import convert
 from outlast.cluster.lease_file import allowed
 from outlast.cluster.rpc import handshake
+from outlast.codec import Malformed, decode
 from outlast.doctor.script import compiled
 from outlast.errors import CheckpointError, ConfigError, RunFolderUnusable, UsageError
 from outlast.health.agent import node_health, probe
@@ -185,7 +185,7 @@ LEARNED = {
 TIMER = {"pid": 1 << 40, "scope_id": "a", "expiration_time": 1.5, "signal": 9}
 MODEL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 9, "vocab_size": 9, "hidden_act": "silu"}
 TOML = {"layers": 2, "hidden": 8, "heads": 2, "sequence": 9, "vocabulary": 9}
-COPY = {"name": "step-1.g1", "step": 1, "generation": 1, "state": "whole", "part": [0], "damage": None}
+COPY = {"name": "step-1.g1", "state": "whole", "part": [0], "damage": None}
 PROBE = {
     "device": "cuda:0",
     "model": "H100",
@@ -251,7 +251,7 @@ DECODERS: dict[str, tuple[Make, Any, tuple[type[Exception], ...]]] = {
     ),
     "credentials": (of_text(Credentials.from_json), {"key": "a", "host": "b", "tls": ["c"]}, NOTHING),
     "mark": (of_text(lambda text: Mark.parse(f"local/a|proven|d|{text}")), "because", (ValueError,)),
-    "copies": (of_text(resolve.inventory_from_json), [COPY], (ValueError,)),
+    "copies": (of_text(lambda text: decode(text, tuple[Copy, ...])), [COPY], (Malformed,)),
     "report": (of_text(Report.from_json), ["fine", "a", {"b": 1.5}, None], (ValueError,)),
     "hello": (plain(handshake.parse), {"version": 1, "nonce": "a"}, (handshake.Refusal,)),
     "probe": (of_text(lambda text: probe._parse(text, "", 1.0, Preflight())), PROBE, NOTHING),

@@ -188,7 +188,7 @@ def verified(tier: ObjectTier) -> Copy:
                     raise DamagedCopy(Damage(entry.name, entry.digest, digest))
         return inspect(reader, COPY, None)
 
-    return judged(Copy(COPY, 5, 1, CopyState.UNREADABLE), read)
+    return judged(Copy(COPY, CopyState.UNREADABLE), read)
 
 
 def put(tier: ObjectTier, files: dict[str, bytes]) -> None:

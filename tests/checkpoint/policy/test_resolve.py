@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast import codec
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.resolve import (
     Copy,
@@ -15,9 +17,7 @@ from outlast.checkpoint.policy.resolve import (
     Mark,
     Marks,
     Resolution,
-    Treatment,
-    inventory_from_json,
-    inventory_to_json,
+    left_behind,
     preferred,
     resolve,
 )
@@ -29,20 +29,13 @@ DAMAGE = Damage("COMMIT", "a regular file", "nothing")
 
 def whole(step: int, generation: int = 1, *, world: int = WORLD, run: str = RUN, commit: str = "") -> Copy:
     name = copy_name(step, generation)
-    return Copy(
-        name,
-        step,
-        generation,
-        CopyState.WHOLE,
-        run_id=run,
-        world_size=world,
-        commit=commit or f"digest of {name}",
-    )
+    commit = commit or f"digest of {name}"
+    return Copy(name, CopyState.WHOLE, run_id=run, world_size=world, commit=commit)
 
 
 def broken(step: int, state: CopyState, generation: int = 1) -> Copy:
     damage = DAMAGE if state is CopyState.DAMAGED else None
-    return Copy(copy_name(step, generation), step, generation, state, f"it is {state.value}", damage)
+    return Copy(copy_name(step, generation), state, f"it is {state.value}", damage)
 
 
 def everywhere(*copies: Copy) -> list[list[Copy]]:
@@ -117,7 +110,7 @@ def test_a_copy_that_one_rank_finds_damaged_goes_to_quarantine_with_its_place() 
     found = answer(inventories)
     assert [plan.step for plan in found.plans] == [10]
     (out,) = found.excluded
-    assert (out.treatment, out.rank, out.damage) == (Treatment.QUARANTINE, 1, DAMAGE)
+    assert (out.aside, out.rank, out.damage) == (True, 1, DAMAGE)
     assert not out.incomplete
 
 
@@ -125,7 +118,7 @@ def test_a_copy_that_one_rank_does_not_see_is_left_where_it_is() -> None:
     inventories = everywhere(whole(10), whole(20))
     del inventories[2][1]
     (out,) = answer(inventories).excluded
-    assert (out.step, out.treatment, "2" in out.reason) == (20, Treatment.LEAVE, True)
+    assert (out.step, out.aside, "2" in out.reason) == (20, False, True)
 
 
 def test_suspects_are_tried_when_nothing_else_is_left() -> None:
@@ -158,7 +151,7 @@ def test_what_is_marked_as_quarantined_is_set_aside_whoever_sees_it() -> None:
     found = answer(inventories, mark.to_text())
     assert [plan.step for plan in found.plans] == [10]
     (out,) = found.excluded
-    assert (out.step, out.treatment) == (20, Treatment.QUARANTINE)
+    assert (out.step, out.aside) == (20, True)
     assert all(words in out.reason for words in (mark.reason, "outlast ckpt release"))
 
 
@@ -188,7 +181,7 @@ def test_a_copy_in_a_newer_format_is_not_passed_over_either() -> None:
 
 def test_an_inventory_survives_the_exchange() -> None:
     copies = (whole(10), broken(20, CopyState.DAMAGED), broken(30, CopyState.INCOMPATIBLE))
-    assert inventory_from_json(inventory_to_json(copies)) == copies
+    assert codec.convert(json.loads(json.dumps(codec.values_of(copies))), tuple[Copy, ...]) == copies
 
 
 @st.composite
@@ -254,7 +247,7 @@ def test_every_loadable_copy_is_planned_in_order_and_nothing_else_is() -> None:
             damaged = any(
                 c.state is CopyState.DAMAGED for each in inventories for c in each if c.name == out.name
             )
-            assert (out.treatment is Treatment.QUARANTINE) == damaged
+            assert out.aside == damaged
             assert out.reason
         seen["planned"] += bool(planned)
         seen["excluded"] += bool(found.excluded)
@@ -270,3 +263,60 @@ def test_the_order_in_which_a_rank_lists_its_folders_does_not_matter(
 ) -> None:
     shuffled = [random.Random(seed + rank).sample(each, len(each)) for rank, each in enumerate(inventories)]
     assert answer(shuffled) == answer(inventories)
+
+
+# What one generation after the other did: the place in the list of copies of the one that it began from (from
+# nothing if there is none), and how many steps after that it saved.
+HISTORIES = st.lists(
+    st.tuples(st.integers(0, 40), st.lists(st.integers(1, 9), max_size=4, unique=True)), max_size=7
+)
+
+
+def test_what_a_generation_saved_after_the_copy_that_a_later_one_began_from_is_left_behind() -> None:
+    first = {copy_name(step, 1): "" for step in (10, 20, 30, 36)}
+    assert left_behind(first) == frozenset()
+    second = {copy_name(34, 2): copy_name(30, 1)}
+    assert left_behind({**first, **second}) == {copy_name(36, 1)}
+    third = {copy_name(25, 3): copy_name(20, 1), copy_name(40, 3): copy_name(20, 1)}
+    assert left_behind({**first, **second, **third}) == {copy_name(30, 1), copy_name(36, 1), copy_name(34, 2)}
+    assert left_behind({**second, **third}) == {copy_name(34, 2)}, "retention has removed the copy between"
+    anew = {copy_name(3, 4): ""}
+    assert left_behind({**first, **anew}) == first.keys()
+
+
+def test_where_nobody_knows_what_a_generation_began_from_the_step_counts_alone() -> None:
+    unknown = {copy_name(40, 1): None, copy_name(20, 2): None, copy_name(30, 3): None}
+    assert left_behind(unknown) == frozenset()
+    known = {copy_name(34, 4): copy_name(30, 3)}
+    assert left_behind({**unknown, **known}) == {copy_name(40, 1)}
+    assert left_behind({copy_name(7, 1): "step-7", "notes.txt": None}) == frozenset()
+
+
+def test_a_run_that_goes_on_in_another_folder_may_count_its_generations_anew() -> None:
+    copies = {
+        copy_name(30, 7): copy_name(20, 6),
+        copy_name(50, 7): copy_name(20, 6),
+        copy_name(34, 1): copy_name(30, 7),
+    }
+    assert left_behind(copies) == {copy_name(50, 7)}
+
+
+def test_every_copy_is_on_the_path_of_the_newest_generation_or_left_behind() -> None:
+    @settings(max_examples=300)
+    @given(HISTORIES, st.randoms(use_true_random=False))
+    def check(history: list[tuple[int, list[int]]], draw: object) -> None:
+        began: dict[str, str | None] = {}
+        paths: dict[str, frozenset[str]] = {}  # of a copy: all that led to it, itself included
+        last: frozenset[str] = frozenset()
+        for generation, (where, saved) in enumerate(history, start=1):
+            names = list(began)
+            origin = names[where % len(names)] if names else ""
+            step = int(origin[5:14]) if origin else 0
+            behind = paths.get(origin, frozenset())
+            for more in sorted(saved):
+                mine = copy_name(step + more, generation)
+                behind = last = behind | {mine}
+                began[mine], paths[mine] = origin, behind
+        assert began.keys() - left_behind(began) == last
+
+    check()

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from outlast import codec
 from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.state import apply, require_fit, require_shapes
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
@@ -25,9 +26,6 @@ from outlast.checkpoint.policy.resolve import (
     LoadPlan,
     Marks,
     Resolution,
-    Treatment,
-    inventory_from_json,
-    inventory_to_json,
     preferred,
     resolve,
 )
@@ -318,11 +316,11 @@ class Restorer:
                     if found is None or not serves(found, rank, world_size):
                         continue
                     copies[name] = preferred([copies[name], found], marks) if name in copies else found
-            return {"copies": inventory_to_json(tuple(copies.values())), "quarantined": tier.quarantined()}
+            return {"copies": codec.values_of(tuple(copies.values())), "quarantined": tier.quarantined()}
 
         agreed = around.rounds.hold("inventory", look)
         agreed.raise_common(CheckpointError)
-        inventories = [inventory_from_json(report.data["copies"]) for report in agreed.reports]
+        inventories = [codec.convert(report.data["copies"], tuple[Copy, ...]) for report in agreed.reports]
         resolution = resolve(inventories, avoid, around.identity.run_id)
         self._looked_at = {copy.name: "" for inventory in inventories for copy in inventory}
         unusable = {
@@ -345,29 +343,27 @@ class Restorer:
         """
         rank, report = agreed.worst
         if report.outcome is Outcome.DAMAGED:
-            self._exclude(
-                Excluded(plan.name, plan.step, Treatment.QUARANTINE, agreed.text, rank, report.damage)
-            )
+            self._exclude(Excluded(plan.name, agreed.text, True, rank, report.damage))
         elif report.outcome is Outcome.SYSTEM:
-            self._exclude(Excluded(plan.name, plan.step, Treatment.LEAVE, agreed.text))
+            self._exclude(Excluded(plan.name, agreed.text))
         else:
             agreed.raise_common(CheckpointError)
 
     def _exclude(self, excluded: Excluded) -> None:
         around = self._around
         name, reason = excluded.name, excluded.reason
-        only_in_memory = excluded.treatment is Treatment.QUARANTINE and name not in around.tier.names()
+        only_in_memory = excluded.aside and name not in around.tier.names()
         if only_in_memory:  # by every rank, before the first drops it: any of them may be killed now
             with contextlib.suppress(OSError):
                 around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
-        if excluded.treatment is Treatment.QUARANTINE:
+        if excluded.aside:
             self._drop_from_memory(name)
         if not around.leads:
             return
         if only_in_memory:
             around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
             return
-        if excluded.treatment is Treatment.LEAVE:
+        if not excluded.aside:
             around.record(Note, reason=f"{name} is passed over: {reason}")
             return
         damage = excluded.damage or Damage("", "", "")

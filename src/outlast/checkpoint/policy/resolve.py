@@ -1,7 +1,7 @@
 """Which copy is loaded: the inventories of all ranks in, an ordered list of load plans out.
 
 The newest step comes first, of equal steps the highest generation; what is not on the path that the run has
-taken (:mod:`outlast.checkpoint.policy.lineage`) comes after all that is. A copy that is damaged, or that not
+taken (:func:`left_behind`) comes after all that is. A copy that is damaged, or that not
 every rank sees alike, is skipped with a reason. A suspect is tried when nothing else is left. A sound copy
 that cannot serve this job (of another run or format) is never skipped: behind it there is only a refusal,
 because resuming from an older step would silently undo what it holds.
@@ -14,12 +14,12 @@ every tier.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from outlast.checkpoint.policy.lineage import left_behind
-from outlast.checkpoint.policy.manifest import parse_copy_name, some, training_of
+from outlast.checkpoint.policy.manifest import parse_copy_name, place_of, some, training_of
 from outlast.fields import Damage
 
 ANYWHERE = "*"
@@ -135,10 +135,20 @@ class Marks:
 
     Args:
         texts: see :meth:`Mark.parse`.
+
+    Attributes:
+        proven: names of proven copies that are not to be lost.
+        durable: names of the newest copies that the run has on disk, so that it does not start anew without
+            one.
+        released: names of copies that were released: they may be loaded whatever the run has saved since.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._marks = tuple(map(Mark.parse, texts))
+        self.proven, self.durable, self.released = (
+            frozenset(mark.name for mark in self._marks if mark.bearing is bearing)
+            for bearing in (CopyStatus.PROVEN, CopyStatus.DURABLE, CopyStatus.RELEASED)
+        )
 
     def of(self, tier: str, name: str, digest: str = "") -> Mark | None:
         """Return what speaks against a copy, the strictest of it; None when nothing does."""
@@ -158,24 +168,6 @@ class Marks:
         """Say whether something speaks against a copy of this name in some tier."""
         return self.against(name) is not None
 
-    @property
-    def proven(self) -> frozenset[str]:
-        """Names of proven copies that are not to be lost."""
-        return self._named(CopyStatus.PROVEN)
-
-    @property
-    def durable(self) -> frozenset[str]:
-        """Names of the newest copies that the run has on disk, so that it does not start anew without one."""
-        return self._named(CopyStatus.DURABLE)
-
-    @property
-    def released(self) -> frozenset[str]:
-        """Names of copies that were released: they may be loaded whatever the run has saved since."""
-        return self._named(CopyStatus.RELEASED)
-
-    def _named(self, bearing: CopyStatus) -> frozenset[str]:
-        return frozenset(mark.name for mark in self._marks if mark.bearing is bearing)
-
 
 def strictness(mark: Mark | None) -> int:
     """Return how much a mark takes away, -1 for none."""
@@ -192,13 +184,32 @@ class CopyState(str, Enum):
 
 
 @dataclass(frozen=True)
-class Copy:
+class _Named:
+    """Something about a copy.
+
+    Args:
+        name: the folder.
+    """
+
+    name: str
+
+    @property
+    def step(self) -> int:
+        """Completed steps, from the name."""
+        return place_of(self.name)[0]
+
+    @property
+    def generation(self) -> int:
+        """The generation that wrote it, from the name."""
+        return place_of(self.name)[1]
+
+
+@dataclass(frozen=True)
+class Copy(_Named):
     """One line of a rank's inventory.
 
     Args:
         name: the folder.
-        step: completed steps, from the name.
-        generation: from the name.
         state: what this rank found.
         reason: why it is not whole.
         damage: where it is damaged.
@@ -210,9 +221,6 @@ class Copy:
         began: the copy from which its generation began; empty: from nothing; None: not known.
     """
 
-    name: str
-    step: int
-    generation: int
     state: CopyState
     reason: str = ""
     damage: Damage | None = None
@@ -235,74 +243,37 @@ def preferred(copies: Iterable[Copy], marks: Marks) -> Copy:
     )
 
 
-def inventory_to_json(copies: Sequence[Copy]) -> str:
-    """Return an inventory as a text for the other ranks."""
-    return json.dumps([asdict(copy) for copy in copies])
-
-
-def inventory_from_json(text: str) -> tuple[Copy, ...]:
-    """Read what :func:`inventory_to_json` wrote.
-
-    Raises:
-        ValueError: it is no inventory.
-    """
-    found = []
-    try:
-        for fields in json.loads(text):
-            damage = fields.pop("damage")
-            state, part = CopyState(fields.pop("state")), tuple(fields.pop("part"))
-            found.append(Copy(**fields, state=state, part=part, damage=Damage(**damage) if damage else None))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no inventory of copies: {text[:80]!r} ({error})") from error
-    return tuple(found)
-
-
-class Treatment(Enum):
-    """What happens to a copy that is not loaded."""
-
-    LEAVE = "leave"
-    QUARANTINE = "quarantine"
-
-
 @dataclass(frozen=True)
-class Excluded:
+class Excluded(_Named):
     """A copy that no plan uses.
 
     Args:
         name: the folder.
-        step: completed steps.
-        treatment: whether it stays where it is.
         reason: why.
+        aside: it goes into quarantine; else it stays where it is.
         rank: the first rank that found the damage; -1 when nothing is damaged.
         damage: where.
         incomplete: parts of it are in memory of some nodes only.
     """
 
-    name: str
-    step: int
-    treatment: Treatment
     reason: str
+    aside: bool = False
     rank: int = -1
     damage: Damage | None = None
     incomplete: bool = False
 
 
 @dataclass(frozen=True)
-class LoadPlan:
+class LoadPlan(_Named):
     """A copy that every rank sees alike and may load.
 
     Args:
         name: the folder.
-        step: completed steps.
-        generation: the generation that wrote it.
         commit: digest of the manifest that the ranks agreed on.
         reason: why it is at this place in the order.
         suspect: it comes after all that nothing speaks against.
     """
 
-    name: str
-    step: int
-    generation: int
     commit: str
     reason: str
     suspect: bool = False
@@ -336,37 +307,37 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`.
         run_id: this run.
     """
-    marks = Marks(avoid)
-    places: dict[str, tuple[int, int]] = {}
+    marks, ranks = Marks(avoid), len(inventories)
     seen: dict[str, dict[int, Copy]] = {}
     for rank, inventory in enumerate(inventories):
         for copy in inventory:
-            places[copy.name] = (copy.step, copy.generation)
             seen.setdefault(copy.name, {})[rank] = copy
-    ordered = sorted(places, key=places.__getitem__, reverse=True)
-    foreign = _foreign(ordered, seen, run_id)
-    if foreign:
-        return Resolution((), (), foreign)
+    ordered = sorted(seen, key=place_of, reverse=True)
+    for foreign in (copy for name in ordered for copy in seen[name].values()):
+        if foreign.state is CopyState.WHOLE and foreign.run_id != run_id:
+            refusal = (
+                f"{foreign.name}: written by run {foreign.run_id!r}, this is run {run_id!r};"
+                " nothing was loaded or changed; give each run a folder of its own"
+            )
+            return Resolution((), (), refusal)
     usable: dict[str, str | None] = {}
     suspects: list[LoadPlan] = []
     excluded: list[Excluded] = []
     refusal = ""
     for name in ordered:
         found = seen[name]
-        mark = _against(found.values(), marks)
-        out = _exclusion(name, found, len(inventories))
-        if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
-            reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
-            out = Excluded(name, places[name][0], Treatment.QUARANTINE, reason)
+        against = (marks.of(copy.tier, name, copy.commit) for copy in found.values())
+        mark = max(against, key=strictness, default=None)
+        out = _exclusion(name, found, ranks, mark)
         if out is not None:
-            if not (usable and _is_left_over(found, len(inventories))):
+            if not (usable and _is_left_over(found, ranks)):
                 excluded.append(out)
         elif found[0].state is CopyState.INCOMPATIBLE:
             refusal = f"{name}: {found[0].reason}"
             break
         elif mark is not None:
             why = f"nothing that is no suspect is left to load, and it is one: {mark.reason}"
-            suspects.append(LoadPlan(name, *places[name], found[0].commit, why, suspect=True))
+            suspects.append(LoadPlan(name, found[0].commit, why, suspect=True))
         else:
             usable[name] = found[0].began
     left = left_behind(usable) - marks.released
@@ -375,54 +346,82 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
         why = "the newest" if not plans else f"the newest before {plans[-1].name}"
         if name in left:
             why = "nothing of the path that the run has taken is left, and it is the newest beside that"
-        newer = [one.name for one in suspects if (one.step, one.generation) > places[name]]
-        aside = [f"suspects aside ({some(newer)})"] if newer else []
-        passed = [one for one in left if name not in left and places[one] > places[name]]
-        aside += [f"copies that are not on the path of the run aside ({some(passed)})"] if passed else []
-        reason = ", ".join((f"{why} of {len(ordered)} copies", *aside))
-        plans.append(LoadPlan(name, *places[name], seen[name][0].commit, reason))
+        reason = f"{why} of {len(ordered)} copies"
+        beside = [] if name in left else sorted(left)
+        for names, which in (
+            ([one.name for one in suspects], "suspects"),
+            (beside, "copies that are not on the path of the run"),
+        ):
+            newer = [one for one in names if place_of(one) > place_of(name)]
+            reason += f", {which} aside ({some(newer)})" if newer else ""
+        plans.append(LoadPlan(name, seen[name][0].commit, reason))
     return Resolution((*plans, *suspects), tuple(excluded), refusal)
 
 
-def _against(copies: Iterable[Copy], marks: Marks) -> Mark | None:
-    found = (marks.of(copy.tier, copy.name, copy.commit) for copy in copies)
-    return max(found, key=strictness, default=None)
-
-
 def _is_left_over(found: dict[int, Copy], ranks: int) -> bool:
-    """Say whether a copy is in memory here and there only: other nodes have given it up for a newer one."""
+    """Say whether a copy is in memory here and there only: other nodes have dropped it for a newer one."""
     return len(found) < ranks and all(copy.state is CopyState.WHOLE and copy.part for copy in found.values())
 
 
-def _foreign(ordered: Sequence[str], seen: dict[str, dict[int, Copy]], run_id: str) -> str:
-    for name in ordered:
-        for copy in seen[name].values():
-            if copy.state is CopyState.WHOLE and copy.run_id != run_id:
-                return (
-                    f"{name}: written by run {copy.run_id!r}, this is run {run_id!r};"
-                    " nothing was loaded or changed; give each run a folder of its own"
-                )
-    return ""
-
-
-def _exclusion(name: str, found: dict[int, Copy], ranks: int) -> Excluded | None:
+def _exclusion(name: str, found: dict[int, Copy], ranks: int, mark: Mark | None) -> Excluded | None:
     """Return why a copy cannot be loaded though its format may be known."""
-    step = next(iter(found.values())).step
-    for rank, copy in found.items():
-        if copy.state is CopyState.DAMAGED:
-            reason = f"rank {rank}: {copy.reason}"
-            return Excluded(name, step, Treatment.QUARANTINE, reason, rank, copy.damage)
+    if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
+        reason = f"{mark.reason}; `outlast ckpt release` lets it be loaded again"
+        return Excluded(name, reason, aside=True)
+    first = {copy.state: rank for rank, copy in reversed(found.items())}
+    if (rank := first.get(CopyState.DAMAGED)) is not None:
+        return Excluded(name, f"rank {rank}: {found[rank].reason}", True, rank, found[rank].damage)
     blind = [rank for rank in range(ranks) if rank not in found]
     if blind:
         incomplete = all(copy.part for copy in found.values())
-        reason = f"not seen by rank {some(blind)}"
-        return Excluded(name, step, Treatment.LEAVE, reason, incomplete=incomplete)
+        return Excluded(name, f"not seen by rank {some(blind)}", incomplete=incomplete)
+    if (rank := first.get(CopyState.UNREADABLE)) is not None:
+        return Excluded(name, f"rank {rank}: {found[rank].reason}")
+    ours = found[0]
     for rank, copy in found.items():
-        if copy.state is CopyState.UNREADABLE:
-            return Excluded(name, step, Treatment.LEAVE, f"rank {rank}: {copy.reason}")
-    first = found[0]
-    for rank, copy in found.items():
-        if (copy.state, copy.commit) != (first.state, first.commit):
-            reason = f"ranks see different copies: rank 0 manifest {first.commit}, rank {rank} {copy.commit}"
-            return Excluded(name, step, Treatment.LEAVE, reason)
+        if (copy.state, copy.commit) != (ours.state, ours.commit):
+            reason = f"ranks see different copies: rank 0 manifest {ours.commit}, rank {rank} {copy.commit}"
+            return Excluded(name, reason)
     return None
+
+
+def left_behind(began: Mapping[str, str | None]) -> frozenset[str]:
+    """Return the copies that are not on the path of the newest generation that nothing else began from.
+
+    A generation begins from a copy, or from nothing. What was saved after that copy by the generation that
+    wrote it was not used, and what the new generation saves takes its place: from its first copy on, the path
+    of the run leads through the new generation. A copy that an earlier one left somewhere, as in the memory
+    of a node that was away, does not come back before those of the path, whatever its step is.
+
+    Args:
+        began: by the name of each copy that can be loaded, the copy that the generation which wrote it began
+            from; "": it began from nothing; None: not known, then what older generations saved is taken to be
+            on its path.
+    """
+    places = {name: place for name in began if (place := parse_copy_name(name)) is not None}
+    origins: dict[int, str | None] = {}
+    for name in sorted(places, key=places.__getitem__):
+        origins[places[name][1]] = began[name]
+    paths = {generation: _path(generation, origins) for generation in origins}
+    older = {one for generation, path in paths.items() for one in path if one != generation}
+    head = max(origins.keys() - older or origins.keys(), default=None)
+    if head is None:
+        return frozenset()
+    path = paths[head]
+    oldest = list(path)[-1]
+    unknown = origins.get(oldest) is None  # also where none of its copies is there any more
+    limit = path[oldest]
+    return frozenset(
+        name
+        for name, (step, generation) in places.items()
+        if step > path.get(generation, limit if unknown and generation < oldest else -1)
+    )
+
+
+def _path(generation: int, origins: Mapping[int, str | None]) -> dict[int, float]:
+    """Return by generation, the newest first, the last step of it that a generation builds on."""
+    path: dict[int, float] = {generation: math.inf}
+    while (place := parse_copy_name(origins.get(generation) or "")) is not None and place[1] not in path:
+        step, generation = place
+        path[generation] = step
+    return path

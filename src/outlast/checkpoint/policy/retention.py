@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import parse_copy_name
-from outlast.checkpoint.policy.resolve import Marks
+from outlast.checkpoint.policy.resolve import Marks, left_behind
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def removals(
 
     Args:
         began: by the folder of each committed copy of this run, the copy that its generation began from
-            (:mod:`outlast.checkpoint.policy.lineage`); other names are left alone.
+            (:func:`outlast.checkpoint.policy.resolve.left_behind`); other names are left alone.
         keep_last_n: how many stay; at least one.
         protected: copies that stay in any case: the one that this generation loaded, one that is being
             copied to another tier, the newest one that was verified or proven.

@@ -16,7 +16,6 @@ from outlast.checkpoint.policy.manifest import (
     Identity,
     Manifest,
     parse_copy_name,
-    place_of,
 )
 from outlast.checkpoint.policy.placement import Holding
 from outlast.checkpoint.policy.resolve import Copy, CopyState
@@ -257,7 +256,7 @@ def inspect_for(tier: Tier, name: str, rank: int, world_size: int) -> Copy:
 
 
 def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | None]) -> Copy:
-    unread = Copy(name, *place_of(name), CopyState.UNREADABLE)
+    unread = Copy(name, CopyState.UNREADABLE)
 
     def look() -> Copy:
         with tier.open(name) as folder:

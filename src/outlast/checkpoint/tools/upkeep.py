@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from outlast.checkpoint.policy.copies import LOCAL, Copies, Trust
-from outlast.checkpoint.policy.lineage import left_behind
 from outlast.checkpoint.policy.manifest import place_of, some
-from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.policy.resolve import CopyState, left_behind
 from outlast.checkpoint.policy.retention import Removal, removals
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tools.listing import (
