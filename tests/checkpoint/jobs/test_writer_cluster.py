@@ -95,16 +95,20 @@ def test_saves_that_only_a_lost_writer_could_commit_take_no_buffers_from_later_o
 ) -> None:
     team = team_of("a", "b", job=lambda seed: Replicas(3))
     leader, other = team.nodes
-    lease = LeaseFile(tmp_path / "lease")  # says that nobody may commit, as where the agent is stopped
+    lease = LeaseFile(tmp_path / "lease")
     leader.saver = saver_process(
         leader.memory.root, leader.events, credentials=leader.place.credentials, lease=str(lease.path)
     )
+    lease.allow(1, boot_time() + 600)
     team.start(replication=False, buffers=3)
-    team.train(4, durable=lambda _: True)
+    team.train(1, durable=lambda _: True)
+    until(lambda: team.on_disk() == [copy_name(1, 1)], "the copy on disk")
+    lease.allow(0, 0.0)  # nobody may commit, as where the agent is stopped
+    team.train(3, durable=lambda _: True)
     until(lambda: len(list(other.durable.glob(".tmp-*"))) >= 2, "parts on disk")
     team.have("c", "b")  # the ranks of b keep their numbers, and its buffers are of their files
     team.start(replication=False, buffers=3)
-    assert team.step == 4, team.notes()
+    assert team.step == 1, team.notes()
     team.train(6, durable=lambda _: True)
     until(lambda: all(node.status().durable_step == team.step for node in team.nodes), "word of the last")
     assert copy_name(team.step, 2) in team.on_disk()

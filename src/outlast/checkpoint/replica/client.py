@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from outlast import codec
 from outlast.checkpoint.replica.frames import (
     CHUNK_BYTES,
     MESSAGE_BYTES,
@@ -23,7 +22,7 @@ from outlast.checkpoint.replica.frames import (
     Throttle,
     address_text,
 )
-from outlast.checkpoint.replica.handshake import Party, encrypt, greet
+from outlast.checkpoint.replica.handshake import Party, greet
 from outlast.checkpoint.replica.server import MOST_BYTES, Promise
 from outlast.checkpoint.tiers.tier import READ_FLAGS, chunks_of
 
@@ -115,17 +114,17 @@ class PeerClient:
                 else:
                     size, chunks = len(content), _slices(content)
                 sources.append((Promise(file, size, digest), chunks))
-            promises = [asdict(promise) for promise, _ in sources]
+            promises = [promise for promise, _ in sources]
             request = {"op": "put", "source": source, "copy": copy, "files": promises}
             channel = stack.enter_context(self._ask(f"sending {copy}", request))
-            channel.receive_json(Kind.ANSWER)
+            channel.receive(Kind.ANSWER)
             for promise, chunks in sources:
                 channel.doing, channel.done = f"sending {copy}/{promise.file}", 0
                 _send_chunks(channel, chunks)
-                channel.receive_json(Kind.ANSWER)
+                channel.receive(Kind.ANSWER)
             channel.doing = f"committing {copy}"
-            channel.receive_json(Kind.ANSWER)
-        return sum(promise.nbytes for promise, _ in sources)
+            channel.receive(Kind.ANSWER)
+        return sum(promise.nbytes for promise in promises)
 
     def greet(self) -> None:
         """Connect, prove who this side is and have the peer prove the same; ask for nothing.
@@ -143,7 +142,7 @@ class PeerClient:
             PeerError: see the class.
             ValueError: the message is larger than 1 MiB.
         """
-        size = len(json.dumps(message))
+        size = len(codec.encode(message))
         if size > MESSAGE_BYTES:
             raise ValueError(
                 f"message: at most {MESSAGE_BYTES} bytes expected, {size} found; it was not sent"
@@ -159,13 +158,9 @@ class PeerClient:
             connection = socket.create_connection(self._address, self._timeout, source)
         except OSError as error:
             raise PeerLost(self._peer, "connecting", 0, str(error)) from error
-        with ExitStack() as stack:
-            stack.enter_context(connection)
+        with closing(Channel(connection, self._peer, self._timeout, self._throttle)) as channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection, certificate = encrypt(connection, self._party, self._peer)
-            stack.enter_context(connection)
-            channel = Channel(connection, self._peer, self._timeout, self._throttle)
-            greet(channel, self._party, certificate, self._expected)
+            greet(channel, self._party, self._expected)
             channel.doing = doing
             if request is not None:
                 channel.send_json(Kind.REQUEST, request)

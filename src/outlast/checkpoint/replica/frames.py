@@ -12,21 +12,23 @@ network there is TLS. Nothing that arrives is unpickled or used as a path.
 from __future__ import annotations
 
 import errno
-import json
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_64_intdigest, xxh32_intdigest
 
+from outlast import codec
 from outlast.errors import OutlastError
 
+T = TypeVar("T")
 CHUNK_BYTES = (
     1 << 20
 )  # that of a copy's documents, so that their digests and those of the frames are the same
@@ -89,6 +91,8 @@ _ERRNO = {
 class PeerError(OutlastError):
     """Something between two checkpoint writers failed; another peer or a later attempt may succeed."""
 
+    refusal = Refusal.FAILED
+
 
 class PeerLost(PeerError):
     """A peer could not be reached, closed the connection or stopped answering.
@@ -106,6 +110,8 @@ class PeerLost(PeerError):
 
 class NotUnderstood(PeerError):
     """What a peer sent is not what this version of outlast says on such a connection."""
+
+    refusal = Refusal.MALFORMED
 
     def __init__(self, peer: str, expected: str, found: str) -> None:
         super().__init__(f"peer {peer}: {expected} expected, {found[:200]} found; the connection was closed")
@@ -138,12 +144,36 @@ class WrongBytes(PeerError):
     on its way; a whole file that was sent was already wrong on the sender's disk.
     """
 
+    refusal = Refusal.WRONG_BYTES
+
     def __init__(self, peer: str, mismatch: Mismatch) -> None:
         self.mismatch = mismatch
         super().__init__(
             f"peer {peer}: {mismatch.file}, bytes {mismatch.begin} to {mismatch.end}: digest"
             f" {mismatch.expected} expected, {mismatch.found} found; they are not used"
         )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a side refuses, as it reports it to the other one."""
+
+    refusal: Refusal
+    text: str
+    mismatch: Mismatch | None = None
+
+    @classmethod
+    def of(cls, error: PeerError | OSError) -> Refused:
+        """Return the report of an error."""
+        refusal = _ERRNO.get(error.errno or 0) if isinstance(error, OSError) else error.refusal
+        mismatch = error.mismatch if isinstance(error, WrongBytes) else None
+        return cls(refusal or Refusal.FAILED, str(error)[:TEXT_CHARACTERS], mismatch)
+
+    def error(self, peer: str) -> PeerError:
+        """Return the error of the side that is refused."""
+        if self.mismatch is not None:
+            return WrongBytes(peer, self.mismatch)
+        return PeerRefused(self.refusal, self.text[:TEXT_CHARACTERS], peer)
 
 
 class Throttle:
@@ -190,8 +220,8 @@ class Channel:
     """A connection on which frames are exchanged; no wait is longer than the timeout for one frame.
 
     Args:
-        connection: a connected stream socket; closed by its owner. Its buffers are the kernel's to
-            size: 4 MiB by hand were no faster on loopback, and would fix the window of a long line.
+        connection: a connected stream socket. Its buffers are the kernel's to size: 4 MiB by hand were no
+            faster on loopback, and would fix the window of a long line.
         peer: what messages call the other side.
         timeout: seconds for a frame to arrive, or to be taken, as a whole.
         throttle: holds back chunks.
@@ -203,27 +233,44 @@ class Channel:
     def __init__(
         self, connection: socket.socket, peer: str, timeout: float, throttle: Throttle | None = None
     ) -> None:
+        self.connection = connection
         self.peer = peer
         self.timeout = timeout
         self.doing = "shaking hands"
         self.done = 0
         self.node = ""  # the other side's, once it has proven it
-        self._connection = connection
         self._throttle = throttle
 
-    def send(self, kind: Kind, payload: memoryview | bytes, deadline: float | None = None) -> None:
+    def encrypt(self, context: ssl.SSLContext, dialled: bool) -> bytes:
+        """Agree on TLS within the timeout, and return the other side's certificate.
+
+        Args:
+            context: of this side.
+            dialled: the other side has opened the connection.
+        """
+        try:
+            self.connection.settimeout(self.timeout)
+            safe = context.wrap_socket(self.connection, server_side=dialled, do_handshake_on_connect=False)
+            self.connection = safe  # what ends the connection ends the handshake, too
+            safe.do_handshake()
+            return safe.getpeercert(binary_form=True) or b""
+        except OSError as error:
+            raise PeerLost(self.peer, "agreeing on TLS", 0, str(error)) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def send(self, kind: Kind, payload: memoryview | bytes = b"", deadline: float | None = None) -> None:
         """Send a frame."""
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        header = _header_of(kind, payload)
-        if kind is Kind.CHUNK:
-            self._push(header, deadline)
-            self._push(payload, deadline)
-        else:
-            self._push(header + payload, deadline)
+        parts = (_header_of(kind, payload), payload)
+        for part in parts if kind is Kind.CHUNK else (b"".join(parts),):
+            self._move(part, deadline, self.connection.send)
 
-    def send_json(self, kind: Kind, value: dict[str, Any]) -> None:
+    def send_json(self, kind: Kind, value: object) -> None:
         """Send a JSON object."""
-        self.send(kind, json.dumps(value).encode())
+        self.send(kind, codec.encode(value))
 
     def send_chunk(self, chunk: memoryview) -> None:
         """Send a chunk of a file as soon as the throttle lets it."""
@@ -240,13 +287,11 @@ class Channel:
             PeerRefused: the other side refused; ``WrongBytes`` when that is why.
             WrongBytes: the payload's digest is wrong.
         """
-        deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        length, digest = self._header(kind, deadline)
-        return self._payload(length, digest, f"a frame of {kind.name}", deadline)
+        return bytes(self._receive(kind, f"a frame of {kind.name}", deadline=deadline))
 
     def receive_json(self, kind: Kind) -> dict[str, Any]:
         """Return the JSON object of the next frame; see :meth:`receive`."""
-        return self._parse(self.receive(kind))
+        return self._parsed(self.receive(kind), dict[str, Any])
 
     def receive_chunk(self, into: memoryview, file: str, begin: int) -> None:
         """Fill ``into`` with the next chunk; see :meth:`receive`.
@@ -256,12 +301,7 @@ class Channel:
             file: for errors.
             begin: where in the file the chunk begins, for errors.
         """
-        deadline = time.monotonic() + self.timeout
-        length, digest = self._header(Kind.CHUNK, deadline)
-        if length != len(into):
-            raise NotUnderstood(self.peer, f"a chunk of {len(into)} bytes of {file}", f"one of {length}")
-        self._pull(into, deadline)
-        self._check(into, digest, file, begin)
+        self._receive(Kind.CHUNK, file, begin, into)
 
     def receive_file(self, file: str, nbytes: int) -> Iterator[memoryview]:
         """Yield the verified chunks of a file, each in the same memory; see :meth:`receive`.
@@ -281,82 +321,70 @@ class Channel:
     def has_answer(self) -> bool:
         """Say whether something has arrived: before it is due, it is a refusal or the end."""
         poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
+        poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0))
 
     def refuse(self, error: PeerError | OSError) -> None:
-        """Say why this side gives up, and read what is still under way: a reset would destroy the answer."""
-        self.send_json(Kind.REFUSED, _refusal_values(error))
+        """Send why this side refuses, and read what is still under way: a reset would destroy the answer."""
+        self.send_json(Kind.REFUSED, Refused.of(error))
         deadline = time.monotonic() + min(self.timeout, _LINGER_SECONDS)
         try:
-            self._connection.shutdown(socket.SHUT_WR)
+            self.connection.shutdown(socket.SHUT_WR)
             for _ in range(_LINGER_BYTES >> 16):
-                self._connection.settimeout(_left(deadline))
-                if not self._connection.recv(1 << 16):
+                self.connection.settimeout(_left(deadline))
+                if not self.connection.recv(1 << 16):
                     return
         except OSError:
             return
 
-    def _header(self, expected: Kind, deadline: float) -> tuple[int, int]:
-        """Return length and digest of the next frame; a refusal is raised."""
+    def _receive(
+        self,
+        expected: Kind,
+        file: str,
+        begin: int = 0,
+        into: memoryview | None = None,
+        deadline: float | None = None,
+    ) -> memoryview:
+        """Return the verified payload of the next frame, in ``into`` if given; a refusal is raised."""
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
         header = bytearray(HEADER_BYTES)
-        self._pull(memoryview(header), deadline)
+        self._move(header, deadline, self.connection.recv_into)
         kind, length, digest = _read_header(header, expected, self.peer)
         if kind is Kind.REFUSED:
-            raise self._refused(self._payload(length, digest, "a refusal", deadline))
-        return length, digest
+            file, begin, into = "a refusal", 0, None
+        if into is None:
+            into = memoryview(bytearray(length))
+        elif length != len(into):
+            raise NotUnderstood(self.peer, f"a chunk of {len(into)} bytes of {file}", f"one of {length}")
+        self._move(into, deadline, self.connection.recv_into)
+        found = xxh3_64_intdigest(into)
+        if found != digest:
+            mismatch = Mismatch(file, begin, begin + length, f"{digest:016x}", f"{found:016x}")
+            raise WrongBytes(self.peer, mismatch)
+        if kind is Kind.REFUSED:
+            raise self._parsed(bytes(into), Refused).error(self.peer)
+        return into
 
-    def _refused(self, payload: bytes) -> PeerError:
-        said = self._parse(payload)
-        try:
-            refusal, text = Refusal(said["refusal"]), str(said["text"])[:TEXT_CHARACTERS]
-            if refusal is Refusal.WRONG_BYTES:
-                return WrongBytes(self.peer, Mismatch(**said["mismatch"]))
-        except (KeyError, TypeError, ValueError):
-            return NotUnderstood(self.peer, "a refusal", repr(said))
-        return PeerRefused(refusal, text, self.peer)
-
-    def _payload(self, length: int, digest: int, what: str, deadline: float) -> bytes:
-        payload = bytearray(length)
-        self._pull(memoryview(payload), deadline)
-        self._check(memoryview(payload), digest, what, 0)
-        return bytes(payload)
-
-    def _push(self, content: memoryview | bytes, deadline: float) -> None:
+    def _move(
+        self, content: memoryview | bytes | bytearray, deadline: float, move: Callable[[memoryview], int]
+    ) -> None:
+        """Send or receive all of it."""
         rest = memoryview(content)
         try:
             while rest:
-                self._connection.settimeout(_left(deadline))
-                rest = rest[self._connection.send(rest) :]
-        except OSError as error:
-            raise PeerLost(self.peer, self.doing, self.done, str(error)) from error
-
-    def _pull(self, into: memoryview, deadline: float) -> None:
-        rest = into
-        try:
-            while rest:
-                self._connection.settimeout(_left(deadline))
-                got = self._connection.recv_into(rest)
-                if not got:
+                self.connection.settimeout(_left(deadline))
+                moved = move(rest)
+                if not moved:
                     raise ConnectionError("the connection was closed")
-                rest = rest[got:]
+                rest = rest[moved:]
         except OSError as error:
             raise PeerLost(self.peer, self.doing, self.done, str(error)) from error
 
-    def _check(self, payload: memoryview, expected: int, file: str, begin: int) -> None:
-        found = xxh3_64_intdigest(payload)
-        if found != expected:
-            mismatch = Mismatch(file, begin, begin + len(payload), f"{expected:016x}", f"{found:016x}")
-            raise WrongBytes(self.peer, mismatch)
-
-    def _parse(self, payload: bytes) -> dict[str, Any]:
+    def _parsed(self, payload: bytes, kind: type[T]) -> T:
         try:
-            value = json.loads(payload)
-        except (ValueError, RecursionError) as error:
-            raise NotUnderstood(self.peer, "JSON", str(error)) from error
-        if not isinstance(value, dict):
-            raise NotUnderstood(self.peer, "a JSON object", type(value).__name__)
-        return value
+            return codec.decode(payload, kind)
+        except codec.Malformed as error:
+            raise NotUnderstood(self.peer, "a JSON object", str(error)) from error
 
 
 def _header_of(kind: Kind, payload: memoryview | bytes) -> bytes:
@@ -381,20 +409,6 @@ def _read_header(header: bytes | bytearray, expected: Kind, peer: str) -> tuple[
         limit = f"a frame of {expected.name} of at most {_LIMITS[expected]} bytes"
         raise NotUnderstood(peer, limit, f"kind {number} of {length} bytes")
     return Kind(number), length, digest
-
-
-def _refusal_values(error: PeerError | OSError) -> dict[str, Any]:
-    """Return what a peer is told about why it was refused."""
-    refusal, mismatch = Refusal.FAILED, None
-    if isinstance(error, OSError):
-        refusal = _ERRNO.get(error.errno or 0, Refusal.FAILED)
-    elif isinstance(error, PeerRefused):
-        refusal = error.refusal
-    elif isinstance(error, WrongBytes):
-        refusal, mismatch = Refusal.WRONG_BYTES, asdict(error.mismatch)
-    elif isinstance(error, NotUnderstood):
-        refusal = Refusal.MALFORMED
-    return {"refusal": refusal.value, "text": str(error)[:TEXT_CHARACTERS], "mismatch": mismatch}
 
 
 def address_text(address: tuple[Any, ...]) -> str:

@@ -15,19 +15,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
-import json
 import os
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from outlast import files
-from outlast.checkpoint.replica.frames import Channel, Kind, PeerLost, PeerRefused, Refusal
+from outlast import codec, files
+from outlast.checkpoint.replica.frames import Channel, Kind, PeerRefused, Refusal
 from outlast.cluster.rpc.handshake import Greeting, Hello, Reason, Security, contexts, new_nonce, own_version
 from outlast.cluster.rpc.handshake import Refusal as NotGreeted
 from outlast.errors import OutlastError
@@ -70,15 +68,14 @@ class Credentials:
 
     def to_json(self) -> str:
         """Return the text that :meth:`from_json` reads."""
-        return json.dumps(asdict(self))
+        return codec.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Credentials:
         """Read what :meth:`to_json` returned; what is none gives credentials without a key."""
         try:
-            found = json.loads(text)
-            return cls(str(found["key"]), str(found["host"]), tuple(map(str, found["tls"])))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return codec.decode(text, cls)
+        except codec.Malformed:
             return cls()
 
     def write(self, path: Path) -> None:
@@ -219,37 +216,22 @@ class Party:
             )
 
 
-def encrypt(connection: socket.socket, party: Party, peer: str) -> tuple[socket.socket, bytes]:
-    """Return a connection that was dialled, under TLS if there is any, and the other side's certificate.
-
-    Raises:
-        PeerLost: the TLS handshake failed.
-    """
-    if party.tls is None:
-        return connection, b""
-    try:
-        safe: ssl.SSLSocket = party.tls.dials.wrap_socket(connection)
-        return safe, safe.getpeercert(binary_form=True) or b""
-    except OSError as error:
-        raise PeerLost(peer, "agreeing on TLS", 0, str(error)) from error
-
-
-def greet(channel: Channel, party: Party, certificate: bytes = b"", expected: str = "") -> None:
-    """Prove to a server who this side is, and have it prove the same.
+def greet(channel: Channel, party: Party, expected: str = "") -> None:
+    """Prove to a server who this side is, and have it prove the same; under TLS if there is any.
 
     Args:
         channel: a new connection that this side dialled.
         party: this side.
-        certificate: the other side's, where there is TLS.
         expected: the other side's node; "": any.
 
     Raises:
         PeerRefused: one of the two does not know the key, or is not what the other one expects.
         PeerError: see :class:`Channel`.
     """
-    deadline = time.monotonic() + channel.timeout
     greeting = party.greeting(dials=True)
-    greeting.certificate = certificate
+    if party.tls is not None:
+        greeting.certificate = channel.encrypt(party.tls.dials, dialled=False)
+    deadline = time.monotonic() + channel.timeout
     with _refusing(channel.peer):
         channel.send(Kind.HELLO, greeting.hello(), deadline)
         hello = greeting.take_hello(channel.receive(Kind.HELLO, deadline))
@@ -263,7 +245,7 @@ def greet(channel: Channel, party: Party, certificate: bytes = b"", expected: st
 
 
 def welcome(channel: Channel, party: Party, admit: Callable[[Hello], None]) -> None:
-    """Have who dialled prove what it is, and prove the same to it.
+    """Have who dialled prove what it is, and prove the same to it; under TLS if there is any.
 
     Args:
         channel: a new connection that the other side dialled.
@@ -274,8 +256,10 @@ def welcome(channel: Channel, party: Party, admit: Callable[[Hello], None]) -> N
         PeerRefused: the other side does not know the key, or is not what is expected.
         PeerError: see :class:`Channel`.
     """
-    deadline = time.monotonic() + channel.timeout
     greeting = party.greeting(dials=False)
+    if party.tls is not None:
+        channel.encrypt(party.tls.serves, dialled=True)
+    deadline = time.monotonic() + channel.timeout
     with _refusing():
         hello = greeting.take_hello(channel.receive(Kind.HELLO, deadline))
         channel.send(Kind.HELLO, greeting.hello(), deadline)

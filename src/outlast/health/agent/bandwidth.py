@@ -11,26 +11,31 @@ import queue
 import socket
 import time
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
+from typing import Annotated
 
 from outlast.checkpoint.replica.frames import (
     CHUNK_BYTES,
     Channel,
     Kind,
     PeerError,
-    PeerRefused,
-    Refusal,
     address_text,
 )
 from outlast.checkpoint.replica.handshake import Party, greet
-from outlast.checkpoint.replica.listener import Listener, Reception
+from outlast.checkpoint.replica.server import Listener, Terms
 from outlast.cluster.rpc.handshake import new_nonce
-from outlast.errors import UsageError
+from outlast.codec import Meta
 from outlast.health.policy.preflight import Findings, Preflight, bandwidth
 
 CHUNKS = 64  # of 1 MiB: more than the buffers on the way, half a second at 1 Gbit/s
 MOST_CHUNKS = 4096
 _AGAIN = 0.1  # seconds between two tries to reach a node that does not listen yet
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request to measure with so many chunks each way."""
+
+    chunks: Annotated[int, Meta(ge=1, le=MOST_CHUNKS)]
 
 
 @dataclass(frozen=True)
@@ -88,21 +93,14 @@ def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
         OSError: the address cannot be used.
     """
     began = time.monotonic()
-    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-    if not token and not ip_address(str(place[0]).partition("%")[0]).is_loopback:
-        raise UsageError(
-            f"{address_text(address)}: other hosts can connect, so a token is expected; none given"
-        )
     measured: queue.SimpleQueue[Bandwidth] = queue.SimpleQueue()
     refusals = ["nobody connected"]
-    party = Party(new_nonce(), token)
-    reception = Reception(
-        lambda: party,
-        lambda hello, _: party.check(hello),
-        lambda channel: measured.put(_serve(channel, deadline)),
-        refusals.append,
-    )
-    listener = Listener(socket.create_server((str(place[0]), address[1]), family=family), reception)
+
+    def take(channel: Channel, wanted: Wanted) -> None:
+        measured.put(_serve(channel, wanted.chunks, deadline))
+
+    operations = {"bandwidth": (Wanted, take)}
+    listener = Listener(address, Party(new_nonce(), token), operations, Terms(report=refusals.append))
     try:
         return measured.get(timeout=_left(deadline))
     except queue.Empty:
@@ -113,15 +111,9 @@ def serve(address: tuple[str, int], token: str, deadline: float) -> Bandwidth:
     return Bandwidth(f"port {address[1]}", error=waited, seconds=_since(began))
 
 
-def _serve(channel: Channel, deadline: float) -> Bandwidth:
+def _serve(channel: Channel, chunks: int, deadline: float) -> Bandwidth:
     began = time.monotonic()
     channel.timeout = _left(deadline)
-    request = channel.receive_json(Kind.REQUEST)
-    chunks = request.get("chunks")
-    if request.get("op") != "bandwidth" or type(chunks) is not int or not 0 < chunks <= MOST_CHUNKS:
-        raise PeerRefused(
-            Refusal.MALFORMED, f"1 to {MOST_CHUNKS} chunks expected, {str(request)[:100]} found"
-        )
     channel.send_json(Kind.ANSWER, {})
     channel.doing = "measuring the bandwidth"
     received = _receive(channel, chunks, deadline)
