@@ -116,9 +116,10 @@ def place(nodes: Sequence[Node], copies: int = 1) -> Placement:
     if copies < 1:
         raise UsageError(f"copies: {copies} is not a positive number of peers")
     slots = [slot for node in nodes for slot in _slots(node, nodes, copies)]
-    match = _Match(names, slots, copies)
-    match.fill()
-    holders = {name: match.peers_of(name) for name in names}
+    peers = _matched(names, slots, copies)
+    holders = {
+        name: tuple(peers[at] for at, slot in enumerate(slots) if slot.owner == name) for name in names
+    }
     return Placement(holders, tuple(_gaps(nodes, holders)))
 
 
@@ -159,80 +160,57 @@ def _slots(node: Node, nodes: Sequence[Node], copies: int) -> list[_Slot]:
     ]
 
 
-class _Match:
-    """Slots matched with peers by augmenting paths, so that no node holds more than it must.
+def _matched(names: Sequence[str], slots: Sequence[_Slot], load: int) -> dict[int, str]:
+    """Return a peer for each slot, so that no node holds more than it must.
+
+    Others move only if need be, and the load is raised only if that fails. No path to a peer with room means
+    that no matching of this load exists (C. Berge, 1957), so the load that is reached in the end is the least
+    possible.
 
     Args:
         names: of all nodes.
         slots: to be filled.
         load: copies that a node may hold, to begin with.
     """
+    index = {name: i for i, name in enumerate(names)}
+    found: dict[int, str] = {}
+    held: dict[str, list[int]] = {name: [] for name in names}
 
-    def __init__(self, names: Sequence[str], slots: Sequence[_Slot], load: int) -> None:
-        self._index = {name: i for i, name in enumerate(names)}
-        self._slots = slots
-        self._load = load
-        self._peer: dict[int, str] = {}
-        self._held: dict[str, list[int]] = {name: [] for name in names}
-        self._of: dict[str, list[int]] = {name: [] for name in names}
-        for number, slot in enumerate(slots):
-            self._of[slot.owner].append(number)
+    def candidates(slot: _Slot) -> list[str]:
+        """Return who may hold it: the least loaded first, then the next in the order of nodes."""
+        here = index[slot.owner]
+        return sorted(slot.peers, key=lambda peer: (len(held[peer]), (index[peer] - here) % len(index)))
 
-    def peers_of(self, owner: str) -> tuple[str, ...]:
-        """Return the peers of a node, in the order of its slots."""
-        return tuple(self._peer[slot] for slot in self._of[owner])
-
-    def fill(self) -> None:
-        """Give every slot a peer; others move only if need be, and the load is raised only if that fails.
-
-        No path to a peer with room means that no matching of this load exists (C. Berge, 1957), so the load
-        that is reached in the end is the least possible.
-        """
-        for slot in range(len(self._slots)):
-            for _ in range(len(self._slots)):
-                if slot in self._peer or self._augment(slot):
-                    break
-                self._load += 1
-
-    def _augment(self, start: int) -> bool:
-        came_from: dict[int, int] = {start: start}
-        moves: dict[int, str] = {}
+    def augment(start: int) -> bool:
+        takes_over: dict[int, int] = {start: start}  # by slot, the one that may get its peer
         queue = deque([start])
         while queue:
             slot = queue.popleft()
-            owner = self._slots[slot].owner
-            own = {self._peer[one]: one for one in self._of[owner] if one in self._peer}
-            for peer in self._candidates(slot):
-                if peer not in own and len(self._held[peer]) < self._load:
-                    self._shift(slot, peer, came_from, moves)
+            for peer in candidates(slots[slot]):
+                own = [one for one in held[peer] if slots[one].owner == slots[slot].owner]
+                if not own and len(held[peer]) < load:
+                    shift(slot, peer, takes_over)
                     return True
-                for one in [own[peer]] if peer in own else self._held[peer]:
-                    if one not in came_from:
-                        came_from[one] = slot
-                        moves[one] = peer
+                for one in own or held[peer]:
+                    if one not in takes_over:
+                        takes_over[one] = slot
                         queue.append(one)
         return False
 
-    def _candidates(self, slot: int) -> list[str]:
-        """Return who may hold it: the least loaded first, then the next in the order of nodes."""
-        wanted, here = self._slots[slot], self._index[self._slots[slot].owner]
-        return sorted(
-            wanted.peers,
-            key=lambda peer: (len(self._held[peer]), (self._index[peer] - here) % len(self._index)),
-        )
+    def shift(slot: int, peer: str, takes_over: Mapping[int, int]) -> None:
+        """Give a slot a peer, the slot that takes over the peer that this one had, and so on."""
+        while peer:
+            left = found.get(slot, "")
+            if left:
+                held[left].remove(slot)
+            found[slot] = peer
+            held[peer].append(slot)
+            slot, peer = takes_over[slot], left
 
-    def _shift(self, slot: int, peer: str, came_from: Mapping[int, int], moves: Mapping[int, str]) -> None:
-        while slot in moves:
-            left = moves[slot]
-            self._assign(slot, peer)
-            slot, peer = came_from[slot], left
-        self._assign(slot, peer)
-
-    def _assign(self, slot: int, peer: str) -> None:
-        if slot in self._peer:
-            self._held[self._peer[slot]].remove(slot)
-        self._peer[slot] = peer
-        self._held[peer].append(slot)
+    for slot in range(len(slots)):
+        while not augment(slot):
+            load += 1
+    return found
 
 
 def _gaps(nodes: Sequence[Node], holders: Mapping[str, tuple[str, ...]]) -> Iterable[Gap]:
