@@ -434,11 +434,15 @@ def test_a_file_of_any_form_is_imported_or_refused(tmp_path: Path, form: str, se
         save_file(state, source)
     else:
         save(state, storage_writer=FileSystemWriter(source))
-    load = convert.import_dcp if form == "dcp" else convert.import_torch_save
     steps, tier = iter(range(10**6)), DirectoryTier(tmp_path / "tier")
     content = file.read_bytes()
     header = b"[" * 100_000
     deep = len(header).to_bytes(8, "little") + header
-    make = of_file(str(file), lambda _: load(source, tier, convert.Origin("run", next(steps)), "state"))
+    kind = "dcp" if form == "dcp" else "torch"
+
+    def load(_: str) -> object:
+        return convert.import_from(kind, source, tier, convert.Origin("run", next(steps)), "state")
+
+    make = of_file(str(file), load)
     texts = [content, deep, header, *garbled(random.Random(seed), content, 12)]
     assert decoded(make, tmp_path, texts, (UsageError, CheckpointError, OSError)) > 0, "some are whole"

@@ -22,8 +22,7 @@ from outlast.checkpoint.tools.convert import (
     Origin,
     export_dcp,
     export_hugging_face,
-    import_dcp,
-    import_torch_save,
+    import_from,
 )
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, UsageError
 from outlast.ipc.exchange import StoreExchange
@@ -171,10 +170,10 @@ def test_no_pickle_in_a_dcp_folder_is_believed(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(3)}, "args": {"evil": Evil(trace), "lr": 0.5}}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UsageError, match=r"args\.evil"):
-        import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+        import_from("dcp", tmp_path / "dcp", tier, Origin("run-a", 3))
     assert not trace.exists()
     assert tier.names() == []
-    import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3), leave_out=["args.evil"])
+    import_from("dcp", tmp_path / "dcp", tier, Origin("run-a", 3), leave_out=["args.evil"])
     live: dict[str, Any] = {"model": {}, "args": {}}
     assert checkpointer(tier.folder).restore(live) is not None
     assert live["model"]["w"].tolist() == [1.0] * 3
@@ -182,7 +181,7 @@ def test_no_pickle_in_a_dcp_folder_is_believed(tmp_path: Path) -> None:
     for evil in (Evil(trace), ByName(Path, "touch"), ByName(StorageMeta, "__init__")):
         (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(evil))
         with pytest.raises(CheckpointError):
-            import_dcp(tmp_path / "dcp", tier, Origin("run-a", 4))
+            import_from("dcp", tmp_path / "dcp", tier, Origin("run-a", 4))
     assert not trace.exists()
 
 
@@ -230,7 +229,7 @@ def test_nothing_outside_of_a_dcp_folder_is_read_and_nothing_is_waited_for(
     PLANTED[planted](tmp_path / "dcp")
     tier = DirectoryTier(tmp_path / "run")
     with bounded_wait(), pytest.raises(CheckpointError):
-        import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+        import_from("dcp", tmp_path / "dcp", tier, Origin("run-a", 3))
     assert tier.names() == []
 
 
@@ -243,7 +242,7 @@ def test_a_dcp_folder_may_be_a_link_and_have_links_that_stay_in_it(tmp_path: Pat
         path.symlink_to(tmp_path / "dcp" / "blob" / path.name)
     (tmp_path / "link").symlink_to(tmp_path / "dcp")
     tier = DirectoryTier(tmp_path / "run")
-    assert import_dcp(tmp_path / "link", tier, Origin("run-a", 3)) == copy_name(3, 0)
+    assert import_from("dcp", tmp_path / "link", tier, Origin("run-a", 3)) == copy_name(3, 0)
 
 
 class ByName:
@@ -267,7 +266,7 @@ def test_a_dcp_folder_of_a_python_that_pickles_enumerations_by_name_is_read(
     dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp")
     assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
     tier = DirectoryTier(tmp_path / "run")
-    import_dcp(tmp_path / "dcp", tier, Origin("run-a", 3))
+    import_from("dcp", tmp_path / "dcp", tier, Origin("run-a", 3))
     live: dict[str, Any] = {"model": {}}
     assert checkpointer(tier.folder).restore(live) is not None
     assert live["model"]["w"].tolist() == [1.0] * 3
@@ -279,14 +278,14 @@ def test_a_job_goes_on_from_a_file_of_torch_save(tmp_path: Path) -> None:
     content: dict[str, Any] = {name: each.state_dict() for name, each in job.state.items()}  # type: ignore[attr-defined]
     torch.save(content, tmp_path / "all.pt")
     tier = DirectoryTier(tmp_path / "run")
-    import_torch_save(tmp_path / "all.pt", tier, ORIGIN)
+    import_from("torch", tmp_path / "all.pt", tier, ORIGIN)
     assert_goes_on(tmp_path / "run", job)
 
 
 def test_plain_entries_come_in_together(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 4, 7: "x"}, tmp_path / "all.pt")
     tier = DirectoryTier(tmp_path / "run")
-    import_torch_save(tmp_path / "all.pt", tier, Origin("run-a", 3))
+    import_from("torch", tmp_path / "all.pt", tier, Origin("run-a", 3))
     live: dict[str, Any] = {"model": {}, "rest": {}}
     checkpointer(tier.folder).restore(live)
     assert live["rest"] == {"epoch": 4, 7: "x"}
@@ -297,16 +296,16 @@ def test_pickled_objects_are_refused_by_name_unless_their_class_is_allowed(tmp_p
     torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1.0)}, tmp_path / "args.pt")
     torch.save({"model": Evil(trace)}, tmp_path / "evil.pt")
     with pytest.raises(UsageError, match=r"evil\.pt"):
-        import_torch_save(tmp_path / "evil.pt", tier, Origin("run-a", 3))
+        import_from("torch", tmp_path / "evil.pt", tier, Origin("run-a", 3))
     assert not trace.exists()
     with pytest.raises(UsageError, match=r"argparse\.Namespace"):
-        import_torch_save(tmp_path / "args.pt", tier, Origin("run-a", 3))
-    with pytest.raises(UsageError, match=r"args.*Namespace"):
-        import_torch_save(tmp_path / "args.pt", tier, Origin("run-a", 3), allow=[argparse.Namespace])
+        import_from("torch", tmp_path / "args.pt", tier, Origin("run-a", 3))
+    allowed = torch.serialization.safe_globals([argparse.Namespace])
+    with allowed, pytest.raises(UsageError, match=r"args.*Namespace"):
+        import_from("torch", tmp_path / "args.pt", tier, Origin("run-a", 3))
     assert tier.names() == []
-    import_torch_save(
-        tmp_path / "args.pt", tier, Origin("run-a", 3), allow=[argparse.Namespace], leave_out=["args"]
-    )
+    with allowed:
+        import_from("torch", tmp_path / "args.pt", tier, Origin("run-a", 3), leave_out=["args"])
     assert tier.names() == [copy_name(3, 0)]
 
 
@@ -315,9 +314,9 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(origin: Origin, 
     """A copy of the name is there already; a type is given of an object that is not."""
     tier = DirectoryTier(tmp_path / "run")
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
-    import_torch_save(tmp_path / "a.pt", tier, Origin("run-a", 3))
+    import_from("torch", tmp_path / "a.pt", tier, Origin("run-a", 3))
     with pytest.raises(OutlastError, match=r"step-000000003|optimiser"):
-        import_torch_save(tmp_path / "a.pt", tier, origin)
+        import_from("torch", tmp_path / "a.pt", tier, origin)
     assert [path.name for path in tier.folder.iterdir()] == [copy_name(3, 0)]
 
 
@@ -325,4 +324,4 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(origin: Origin, 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(OutlastError, match=r"a\.pt"):
-        import_torch_save(tmp_path / "a.pt", DirectoryTier(tmp_path / "run"), Origin("run-a", 3))
+        import_from("torch", tmp_path / "a.pt", DirectoryTier(tmp_path / "run"), Origin("run-a", 3))

@@ -260,13 +260,10 @@ def _import(options: argparse.Namespace) -> int:
     from outlast.checkpoint.tools import convert
 
     origin = convert.Origin(target.run_id, options.step, dict(options.kind))
-    into: str = options.into
-    leave_out: list[str] = options.leave_out
     with upkeep.changing(target), working(f"importing {listing.printable(str(source))}"):
-        if options.format == "dcp":
-            name = convert.import_dcp(source, target.tier, origin, into, leave_out)
-        else:
-            name = convert.import_torch_save(source, target.tier, origin, into, leave_out=leave_out)
+        name = convert.import_from(
+            options.format, source, target.tier, origin, options.into, options.leave_out
+        )
     say(f"{source} is now {name} of run {target.run_id}, in {target.tier.folder}")
     newest = next(item for item in listing.items(target) if not item.aside)
     if newest.name != name:

@@ -46,62 +46,6 @@ from outlast.fields import Fields
 from outlast.ipc.exchange import SystemClock
 from outlast.parallelism.policy.slices import Part
 
-
-def united(world: World, holders: Sequence[str]) -> dict[str, Json]:
-    """Return the typed JSON of state objects, with the entries of all ranks.
-
-    Args:
-        world: what was saved.
-        holders: names of the objects.
-
-    Raises:
-        UsageError: no rank saved such an object.
-        CheckpointMismatch: values belong to single ranks; names them.
-    """
-    found: dict[str, Json] = {}
-    problems: list[str] = []
-    for name in holders:
-        said = world.values(name)
-        if not said:
-            raise UsageError(f"no state object is called {name!r}; there are {some(world.names, 10)}")
-        found[name] = Merger(problems=problems).merge(said, EVERYTHING, name)
-    if problems:
-        raise CheckpointMismatch(f"the ranks' parts cannot be put together: {first_few(problems)}")
-    return found
-
-
-def require_alike(world: World, keys: Iterable[str]) -> None:
-    """Refuse tensors that ranks saved in other forms, or with other bytes at one place.
-
-    Raises:
-        CheckpointMismatch: names the first few.
-        DamagedCopy: a byte that had to be read is not as it was saved.
-        OSError: the file system refused.
-    """
-    wanted = sorted(set(keys))
-    problems = list(filter(None, map(world.disagreement, wanted)))
-    problems = problems or world.differences(wanted, 0, 1)
-    if problems:
-        raise CheckpointMismatch(f"{first_few(problems)}; nothing was written")
-
-
-def read_whole(folder: CopyFolder, world: World, targets: Mapping[str, Target]) -> None:
-    """Read tensors to memory, by key.
-
-    Raises:
-        CheckpointMismatch: parts of one are missing.
-        DamagedCopy: a byte is not as it was saved.
-        OSError: the file system refused.
-    """
-    moves = []
-    for key, target in targets.items():
-        found, why = world.moves(key, target, 0)
-        if why:
-            raise CheckpointMismatch(f"{why}; nothing was written")
-        moves += found
-    carry_out(folder, world.file, moves, share_of_processors(1))
-
-
 _SHARD_BYTES = 5_000_000_000  # as huggingface_hub divides models
 _WRAPPED = "module."  # what DDP puts before every name
 _REST = "rest"
@@ -139,6 +83,95 @@ class Origin:
     kinds: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """State objects of a copy, put together from the files of all ranks.
+
+    Args:
+        folder: the copy.
+        world: what is in it.
+        values: typed JSON of the objects, by name.
+    """
+
+    folder: CopyFolder
+    world: World
+    values: dict[str, Json]
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of their tensors."""
+        return sorted({key for value in self.values.values() for key in references(value)})
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return the bytes of whole tensors."""
+        return sum(self.world.forms[key].nbytes for key in keys)
+
+    def whole(self, key: str) -> tuple[Part, torch.dtype]:
+        """Return the part that is the whole of a tensor, and the type of its elements."""
+        return Part.whole(self.world.forms[key].shape), self.world.dtype(key)
+
+    def read(self, targets: Iterable[tuple[str, Target]]) -> None:
+        """Read tensors to memory, each given by its key.
+
+        Raises:
+            CheckpointMismatch: parts of one are missing.
+            DamagedCopy: a byte is not as it was saved.
+            OSError: the file system refused.
+        """
+        moves = []
+        for key, target in targets:
+            found, why = self.world.moves(key, target, 0)
+            if why:
+                raise CheckpointMismatch(f"{why}; nothing was written")
+            moves += found
+        carry_out(self.folder, self.world.file, moves, share_of_processors(1))
+
+
+@contextmanager
+def _exporting(
+    tier: DirectoryTier, name: str, target: Path, holders: Sequence[str]
+) -> Iterator[tuple[_Saved, DirectoryTier, str]]:
+    """Open a copy and begin a folder, which gets its name when all went well.
+
+    Args:
+        tier: where the copy is.
+        name: of the copy.
+        target: the folder.
+        holders: names of the state objects; empty: all of them.
+
+    Yields:
+        The objects, the tier that writes the folder, and its temporary name.
+
+    Raises:
+        UsageError: no rank saved such an object, or there is something at the target.
+        CheckpointMismatch: values belong to single ranks, or ranks saved a tensor in other forms, or with
+            other bytes at one place; names the first few.
+        DamagedCopy: a byte that had to be read is not as it was saved.
+        OSError: the file system refused.
+    """
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is there already and not empty; nothing was written")
+    writer = DirectoryTier(target.parent)
+    with tier.open(name) as folder, writer.writing(target.name) as temporary:
+        world = World(folder, read_manifest(folder, name)[0])
+        values: dict[str, Json] = {}
+        problems: list[str] = []
+        for holder in holders or world.names:
+            said = world.values(holder)
+            if not said:
+                raise UsageError(f"no state object is called {holder!r}; there are {some(world.names, 10)}")
+            values[holder] = Merger(problems=problems).merge(said, EVERYTHING, holder)
+        if problems:
+            raise CheckpointMismatch(f"the ranks' parts cannot be put together: {first_few(problems)}")
+        saved = _Saved(folder, world, values)
+        problems += filter(None, map(world.disagreement, saved.keys))
+        problems = problems or world.differences(saved.keys, 0, 1)
+        if problems:
+            raise CheckpointMismatch(f"{first_few(problems)}; nothing was written")
+        yield saved, writer, temporary
+
+
 def export_hugging_face(
     tier: DirectoryTier, name: str, target: Path, holder: str = "model", max_shard_bytes: int = _SHARD_BYTES
 ) -> Exported:
@@ -160,20 +193,16 @@ def export_hugging_face(
         CheckpointMismatch: ranks saved what cannot be put together; names it.
         OSError: the file system refused.
     """
-    with tier.open(name) as folder, _new_folder(target) as (writer, temporary):
-        world = World(folder, read_manifest(folder, name)[0])
-        tree = united(world, (holder,))[holder]
-        keys, others = _named(tree)
-        require_alike(world, keys.values())
-        groups = _divide(world, keys, max_shard_bytes)
+    with _exporting(tier, name, target, (holder,)) as (saved, writer, temporary):
+        keys, others = _named(saved.values[holder])
+        groups = _divide({each: saved.nbytes([key]) for each, key in keys.items()}, max_shard_bytes)
         files: dict[str, str] = {}
         for number, names in enumerate(groups, start=1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             file = file if len(groups) > 1 else "model.safetensors"
-            image = _safetensors(folder, world, {each: keys[each] for each in names})
-            writer.write(temporary, {file: image})
+            writer.write(temporary, {file: _safetensors(saved, {each: keys[each] for each in names})})
             files.update(dict.fromkeys(names, file))
-        total = sum(world.forms[key].nbytes for key in keys.values())
+        total = saved.nbytes(keys.values())
         if len(groups) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             writer.write(temporary, {"model.safetensors.index.json": json.dumps(index, indent=2).encode()})
@@ -202,38 +231,37 @@ def export_dcp(tier: DirectoryTier, name: str, target: Path, holders: Sequence[s
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with tier.open(name) as folder, _new_folder(target) as (writer, temporary):
-        world = World(folder, read_manifest(folder, name)[0])
-        names = holders or world.names
-        values = united(world, names)
-        keys = {key for value in values.values() for key in references(value)}
-        require_alike(world, keys)
-        wanted = {key: (Part.whole(world.forms[key].shape), world.dtype(key), None) for key in keys}
-        targets = reserve(wanted)
-        read_whole(folder, world, targets)
+    with _exporting(tier, name, target, holders) as (saved, writer, temporary):
+        targets = reserve({key: (*saved.whole(key), None) for key in saved.keys})
+        saved.read(targets.items())
         decoder = Decoder(name, {key: each.tensor for key, each in targets.items()})
-        state = {each: decoder.decode(value) for each, value in values.items()}
+        state = {each: decoder.decode(value) for each, value in saved.values.items()}
         place = writer.folder / temporary
         with _dcp(f"the export of {name}", target):
             save(state, storage_writer=FileSystemWriter(place))
         files = tuple(sorted(path.name for path in place.iterdir()))
-    return Exported(files, sum(world.forms[key].nbytes for key in keys))
+    return Exported(files, saved.nbytes(saved.keys))
 
 
-def import_dcp(
-    source: Path, tier: DirectoryTier, origin: Origin, into: str = "", leave_out: Sequence[str] = ()
+def import_from(
+    form: str,
+    source: Path,
+    tier: DirectoryTier,
+    origin: Origin,
+    into: str = "",
+    leave_out: Sequence[str] = (),
 ) -> str:
-    """Make a copy, of a world of one rank, of a folder of torch.distributed.checkpoint.
-
-    DCP turns all keys into texts; those of an optimizer's state that are numbers are turned back. Its
-    metadata is a pickle: of it nothing is believed but DCP's own classes.
+    """Make a copy, of a world of one rank, of what another program wrote.
 
     Args:
-        source: the folder.
+        form: "dcp": a folder of torch.distributed.checkpoint; "torch": a file of torch.save.
+        source: the folder or file.
         tier: where the copy goes.
         origin: what it is to count as.
-        into: name of the one state object that all of it becomes; empty: each entry is an object.
-        leave_out: keys, dotted as DCP has them, that are not imported, nor what is below them.
+        into: name of the one state object that all of it becomes; empty: each entry is an object, and
+            entries that are plain values together become the object "rest".
+        leave_out: entries that are not imported, as what no copy can hold must be; of DCP keys, dotted as
+            it has them, and what is below them.
 
     Returns:
         The name of the copy.
@@ -242,6 +270,18 @@ def import_dcp(
         UsageError: an entry is a pickled object, or cannot be saved exactly; names it.
         CheckpointError: it cannot be read.
         OSError: the file system refused.
+    """
+    content = {"dcp": _of_dcp, "torch": _of_torch_save}[form](source, leave_out)
+    if not into and not isinstance(content, dict):
+        raise UsageError(f"{source} holds a {type(content).__qualname__}; say which object it is to become")
+    return _commit(tier, origin, {into: content} if into else _objects(content))
+
+
+def _of_dcp(source: Path, leave_out: Sequence[str]) -> Any:
+    """Return the content of a folder of torch.distributed.checkpoint.
+
+    DCP turns all keys into texts; those of an optimizer's state that are numbers are turned back. Its
+    metadata is a pickle: of it nothing is believed but DCP's own classes.
     """
     from outlast.checkpoint.tools.dcp_reader import read_dcp
 
@@ -256,67 +296,34 @@ def import_dcp(
         )
     for holder in [content, *content.values()]:
         _number_keys(holder)
-    return _commit(tier, origin, _objects(content, into))
+    return content
 
 
-def import_torch_save(
-    source: Path,
-    tier: DirectoryTier,
-    origin: Origin,
-    into: str = "",
-    allow: Sequence[type] = (),
-    leave_out: Sequence[str] = (),
-) -> str:
-    """Make a copy, of a world of one rank, of a file that torch.save wrote.
-
-    Args:
-        source: the file.
-        tier: where the copy goes.
-        origin: what it is to count as.
-        into: name of the one state object that all of it becomes; empty: each entry is an object, and
-            entries that are plain values together become the object "rest".
-        allow: classes besides torch's own that may be unpickled.
-        leave_out: entries that are not imported, as what no copy can hold must be.
-
-    Returns:
-        The name of the copy.
-
-    Raises:
-        UsageError: it holds a pickled object of a class that is not allowed, or something that cannot
-            be saved exactly; names it.
-        CheckpointError: it cannot be read.
-        OSError: the file system refused.
-    """
+def _of_torch_save(source: Path, leave_out: Sequence[str]) -> Any:
+    """Return the content of a file of torch.save."""
     if not source.is_file():
         raise UsageError(f"{source} is no file; one that torch.save wrote is expected; nothing was written")
     _require_stored(source)
     try:
-        with torch.serialization.safe_globals(list(allow)):
-            content = torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = _CLASS.search(str(error))
-        if named is None:
-            why = (str(error).strip().splitlines() or ["it is cut off"])[-1]
-            raise CheckpointError(
-                f"{source} cannot be read as a file of torch.save ({why}); nothing was written"
-            ) from error
-        raise UsageError(
-            f"{source} holds pickled objects, which may run any code when they are loaded: {named[1]};"
-            " nothing was written; allow their classes if you trust the file"
-        ) from error
+        content = torch.load(source, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # what torch and safetensors raise for a file of another form
-        what = f"{type(error).__name__}: {error}"
+        named = _CLASS.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if named is not None:
+            raise UsageError(
+                f"{source} holds pickled objects, which may run any code when they are loaded: {named[1]};"
+                " nothing was written; if you trust the file, load it and save it again without them"
+            ) from error
+        why = (str(error).strip().splitlines() or ["it is cut off"])[-1]
         raise CheckpointError(
-            f"{source} cannot be read as a file of torch.save: {what}; nothing was written"
+            f"{source} cannot be read as a file of torch.save: {type(error).__name__}: {why}; nothing was"
+            " written"
         ) from error
     if isinstance(content, dict):
         for key in leave_out:
             content.pop(key, None)
-    elif not into:
-        raise UsageError(f"{source} holds a {type(content).__qualname__}; say which object it is to become")
-    return _commit(tier, origin, _objects(content, into))
+    return content
 
 
 def _require_stored(source: Path) -> None:
@@ -360,12 +367,11 @@ def _values(content: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def _divide(world: World, keys: Mapping[str, str], limit: int) -> list[list[str]]:
-    """Divide names among files, in their order."""
+def _divide(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Divide names among files, in their order, given the bytes of each."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name, key in keys.items():
-        nbytes = world.forms[key].nbytes
+    for name, nbytes in sizes.items():
         if groups[-1] and size + nbytes > limit:
             groups.append([])
             size = 0
@@ -374,11 +380,11 @@ def _divide(world: World, keys: Mapping[str, str], limit: int) -> list[list[str]
     return groups
 
 
-def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> memoryview:
+def _safetensors(saved: _Saved, keys: Mapping[str, str]) -> memoryview:
     """Return the image of a safetensors file with whole tensors, the keys given by name."""
+    wholes = {name: saved.whole(key) for name, key in keys.items()}
     stands = {
-        name: torch.empty(world.forms[key].shape, dtype=world.dtype(key), device="meta")
-        for name, key in keys.items()
+        name: torch.empty(part.shape, dtype=dtype, device="meta") for name, (part, dtype) in wholes.items()
     }
     layout = lay_out(stands, {"format": "pt"})
     header = json.loads(layout.header[8:])
@@ -388,26 +394,9 @@ def _safetensors(folder: CopyFolder, world: World, keys: Mapping[str, str]) -> m
     memory = allocate(layout.nbytes)
     octets, view = as_tensor(memory), memoryview(memory)[: layout.nbytes]
     view[: len(layout.header)] = layout.header
-    for name, entry in layout.entries.items():
-        place = octets[entry.begin : entry.end]
-        target = Target(Part.whole(entry.shape), place, world.dtype(keys[name]))
-        read_whole(folder, world, {keys[name]: target})
+    places = {name: octets[entry.begin : entry.end] for name, entry in layout.entries.items()}
+    saved.read((keys[name], Target(part, places[name], dtype)) for name, (part, dtype) in wholes.items())
     return view
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[tuple[DirectoryTier, str]]:
-    """Give the temporary name of a folder that gets its own when all went well.
-
-    Raises:
-        UsageError: there is something at the target.
-    """
-    target = Path(target).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is there already and not empty; nothing was written")
-    writer = DirectoryTier(target.parent)
-    with writer.writing(target.name) as temporary:
-        yield writer, temporary
 
 
 @contextmanager
@@ -445,17 +434,13 @@ def _number_keys(content: Any) -> None:
             content["state"] = {int(key): each for key, each in state.items()}
 
 
-def _objects(content: Any, into: str) -> dict[str, object]:
+def _objects(content: Mapping[Any, object]) -> dict[str, object]:
     """Divide what was read among state objects."""
-    if into:
-        return {into: content}
     found: dict[str, object] = {}
     rest: dict[Any, object] = {}
     for key, value in content.items():
-        if type(key) is str and isinstance(value, (Mapping, list, torch.Tensor)):
-            found[key] = value
-        else:
-            rest[key] = value
+        is_object = type(key) is str and isinstance(value, (Mapping, list, torch.Tensor))
+        (found if is_object else rest)[key] = value
     if rest and _REST in found:
         raise UsageError(f"an entry is called {_REST!r}, as the plain values are; import into an object")
     return {**found, _REST: rest} if rest else found
