@@ -30,8 +30,9 @@ from peers import figures
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import digests_nbytes, ends_of, row_of
 from outlast.checkpoint.content.format import lay_out, notes_of, rank_document
+from outlast.checkpoint.content.random_states import capture_random
 from outlast.checkpoint.content.rank_file import contents_of
-from outlast.checkpoint.content.state import Captured, capture_random
+from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.load.world import World
 from outlast.checkpoint.policy.joint import Leader, Report, Sent, Written
 from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, copy_name, rank_files, runs_of

@@ -120,7 +120,7 @@ def test_one_bit_changes_a_digest_and_the_order_of_adding_does_not() -> None:
 
 
 def test_random_states_of_a_gpu_come_back() -> None:
-    from outlast.checkpoint.content.state import capture_random, restore_random
+    from outlast.checkpoint.content.random_states import capture_random, restore_random
 
     torch.randn(9, device="cuda")
     kept = capture_random()

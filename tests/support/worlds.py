@@ -11,7 +11,9 @@ import torch
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import ends_of
 from outlast.checkpoint.content.format import Staging, make_image
-from outlast.checkpoint.content.state import Captured, apply, capture_random, require_fit
+from outlast.checkpoint.content.random_states import capture_random
+from outlast.checkpoint.content.restore import apply, require_fit
+from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.load import reshard
 from outlast.checkpoint.load.landing import land
 from outlast.checkpoint.policy.manifest import Identity, Manifest, copy_name, expanded, runs_of

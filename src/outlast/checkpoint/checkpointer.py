@@ -18,8 +18,7 @@ import torch
 from outlast import _torch_compat
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.content.memory import share_of_processors
-from outlast.checkpoint.content.recapture import Capturer
-from outlast.checkpoint.content.state import LiveState
+from outlast.checkpoint.content.state import Capturer, LiveState
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.fetching import gather_parts
 from outlast.checkpoint.load.groups import AddedGroups

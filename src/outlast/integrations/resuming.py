@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.config import CheckpointOptions
 from outlast.errors import UsageError
 from outlast.worker.session import Session, start

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from outlast import _torch_compat
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 
 
 class Loaders:

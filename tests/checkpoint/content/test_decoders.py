@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.checkpoint.content.random_states import capture_random, require_random
 from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file, whose_file
-from outlast.checkpoint.content.state import capture_random, require_random
 from outlast.checkpoint.content.typed_forms import DECODERS, Forms, references
 from outlast.checkpoint.content.typed_json import Decoder, Encoder
 from outlast.checkpoint.policy.manifest import (
@@ -43,7 +43,7 @@ VALUE = {
     "t": [torch.float16, torch.device("cpu"), torch.Size([2, 3]), {1, 2}, frozenset("a"), bytearray(b"z")],
     "m": {1: {(2, "c"): TENSORS["w"]}},
 }
-TREE = Encoder(lambda tensor, path: "w").encode(VALUE, ("x",))
+TREE = Encoder(lambda tensor, path: {"tensor": "w"}).encode(VALUE, ("x",))
 
 odd = st.one_of(
     st.none(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.checkpoint.load.reshard import derived_random
 from outlast.rerun.worker.data import capture_generators, restore_generators
 

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from outlast.checkpoint.content import codecs, recapture
-from outlast.checkpoint.content.recapture import Capturer
-from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content import codecs, state
+from outlast.checkpoint.content.state import Captured, Capturer, capture
 from outlast.checkpoint.save.fingerprint import Fingerprint
 from tests.support.changes import CHANGES, Run
 
@@ -73,13 +72,13 @@ def test_whatever_changes_a_state_is_captured_as_if_for_the_first_time(seed: int
 def test_each_comparison_of_tensors_is_needed(
     seed: int, column: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    geometry = recapture._geometry
+    geometry = state._geometry
 
     def without(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
         found = geometry(tensors)
         return (*found[:column], *found[column + 1 :])
 
-    monkeypatch.setattr(recapture, "_geometry", without)
+    monkeypatch.setattr(state, "_geometry", without)
     assert any(disagreements(seed + number) for number in range(100))
 
 
@@ -88,7 +87,7 @@ def test_a_state_that_keeps_its_form_is_not_taken_apart_again(monkeypatch: pytes
     for _ in range(2):
         run.step()
         capturer.capture(run.state)
-    monkeypatch.setattr(recapture, "capture", None)
+    monkeypatch.setattr(state._Keys, "of", None)
     form = capturer.capture(run.state).form
     run.step()
     assert capturer.capture(run.state).form is form
@@ -146,6 +145,7 @@ def test_distributed_tensors_are_captured_as_if_for_the_first_time(mesh: DeviceM
 def test_a_tensor_that_a_thread_replaces_after_a_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form that is kept is that of what was captured, not of what is there a moment later."""
     box: dict[str, Any] = {"t": [torch.ones(1)], "m": {"a": torch.ones(2), "b": torch.ones(1)}, "d": {"k": 1}}
+    of = state._Keys.of
     changes: list[Callable[[], object]] = [
         lambda: box["t"].__setitem__(0, torch.ones(2, 3)),
         lambda: box["t"].append(torch.ones(1)),
@@ -156,13 +156,13 @@ def test_a_tensor_that_a_thread_replaces_after_a_capture_is_found(monkeypatch: p
     for change in changes:
         capturer = Capturer()
 
-        def then(state: Any, change: Callable[[], object] = change) -> Captured:
-            found = capture(state)
+        def then(walk: Any, change: Callable[[], object] = change) -> Any:
+            found = of(walk)
             change()
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(recapture, "capture", then)
+            patch.setattr(state._Keys, "of", then)
             before = capturer.capture({"box": box})
         now = capturer.capture({"box": box})
         assert shown(now) == shown(capture({"box": box}))
@@ -181,12 +181,19 @@ def test_what_changed_in_between_is_told_alike_by_first_and_later_captures(mesh:
     assert [one.changed(capturer.capture(state)) for one in prints] == [["box.part"]] * 2
 
 
-def test_tensors_of_a_registered_type_are_taken_apart_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_registered_type_keep_their_keys_while_they_keep_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
     codecs.register_codec(torch.nn.Parameter, lambda one: {"value": one.detach()}, lambda one: one["value"])
-    state, capturer = {"box": {"p": torch.nn.Parameter(torch.ones(2)), "n": 1}}, Capturer()
-    for _ in range(3):
-        assert shown(capturer.capture(state)) == shown(capture(state))
+    box: dict[str, Any] = {"p": torch.nn.Parameter(torch.ones(2)), "n": 1}
+    capturer, forms = Capturer(), []
+    for change in ({}, {"n": 2}, {"p": torch.nn.Parameter(torch.ones(2))}):
+        box.update(change)
+        found = capturer.capture({"box": box})
+        forms.append(found.form)
+        assert shown(found) == shown(capture({"box": box}))
+    assert [one is other for one, other in itertools.pairwise(forms)] == [True, False]
 
 
 def test_objects_that_make_their_tensors_anew_are_captured_each_time() -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digests, row_of
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.checkpoint.content.rank_file import contents_of, parse_rank_file
-from outlast.checkpoint.content.recapture import Capturer
-from outlast.checkpoint.content.state import capture_random, content_of, restore_random
+from outlast.checkpoint.content.state import Capturer, content_of
 from outlast.checkpoint.content.typed_json import Decoder, dtype_of
 from outlast.checkpoint.policy.manifest import Identity, copy_name, rank_files
 from outlast.checkpoint.policy.table import place_in_meshes

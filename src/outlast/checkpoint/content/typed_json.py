@@ -13,7 +13,7 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -69,11 +69,10 @@ class Encoder:
     """Turns values into JSON.
 
     Args:
-        tensor: called with each tensor and its path, returns the key under which it is stored;
-            None: tensors are refused.
+        tensor: takes each tensor and its path, and returns what stands for it; None: tensors are refused.
     """
 
-    def __init__(self, tensor: Callable[[torch.Tensor, Path], str] | None = None) -> None:
+    def __init__(self, tensor: Callable[[torch.Tensor, Path], Json] | None = None) -> None:
         self._tensor = tensor
 
     def encode(self, value: object, path: Path) -> Json:
@@ -82,20 +81,18 @@ class Encoder:
         Raises:
             UsageError: something in it has no JSON form; names the path and the type.
         """
+        encoder = _ENCODERS.get(type(value), Encoder._other)
+        return encoder(self, value, path)
+
+    def _other(self, value: Any, path: Path) -> Json:
         kind = type(value)
-        if value is None or kind is bool or kind is str:
-            return value
-        encoder = _ENCODERS.get(kind)
-        if encoder is not None:
-            if len(path) > DEPTH:
-                self._refuse(path[:8], f"nested more than {DEPTH} deep, or contains itself")
-            return encoder(self, value, path)
-        codec = codec_of(kind)
-        if codec is not None and isinstance(value, torch.Tensor):
-            parts = self.encode(dict(codec.take_apart(value)), path)
-            return {"codec": [codec.name, form_of(value), parts]}
-        if isinstance(value, torch.Tensor) and self._tensor is not None:
-            return {"tensor": self._tensor(value, path)}
+        if isinstance(value, torch.Tensor):
+            codec = codec_of(kind)
+            if codec is not None:
+                parts = self.encode(dict(codec.take_apart(value)), path)
+                return {"codec": [codec.name, form_of(value), parts]}
+            if self._tensor is not None:
+                return self._tensor(value, path)
         if kind.__module__ == "numpy" and "numpy" in sys.modules:
             return self._numpy(value, path)
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -111,16 +108,12 @@ class Encoder:
         cure = cure or "let state_dict() return plain Python values, containers of them and tensors"
         raise UsageError(f"state[{'.'.join(path)!r}]: {why}; the checkpoint was not written; {cure}")
 
-    def _int(self, value: int, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
-        return value if value.bit_length() <= 64 else {"int": hex(value)}
+    def _require_end(self, path: Path) -> None:
+        if len(path) > DEPTH:
+            self._refuse(path[:8], f"nested more than {DEPTH} deep, or contains itself")
 
-    def _float(self, value: float, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
-        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-
-    def _bytes(self, value: bytes | bytearray, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
-        return {type(value).__name__: base64.b64encode(value).decode()}
-
-    def _items(self, values: Any, path: Path) -> list[Json]:
+    def _items(self, values: Iterable[Any], path: Path) -> list[Json]:
+        self._require_end(path)
         return [self.encode(each, (*path, str(place))) for place, each in enumerate(values)]
 
     def _list(self, value: list[Any], path: Path) -> Json:
@@ -129,15 +122,11 @@ class Encoder:
             return value  # such as the numbers of 10,000 parameters in an optimizer's state
         return self._items(value, path)
 
-    def _tuple(self, value: Any, path: Path) -> Json:
-        return {_SEQUENCES[type(value)]: self._items(value, path)}
-
-    def _set(self, value: Any, path: Path) -> Json:
-        return {type(value).__name__: self._items(sorted(value, key=repr), path)}
-
     def _mapping(self, value: dict[Any, Any], path: Path) -> Json:
+        self._require_end(path)
         if type(value) is dict and set(map(type, value)) <= _TEXT:
             return {"dict": {key: self.encode(each, (*path, key)) for key, each in value.items()}}
+        tag = "map" if type(value) is dict else type(value).__name__
         pairs = [
             [
                 key if type(key) is str else _KEYS.encode(key, (*path, "a key")),
@@ -147,16 +136,10 @@ class Encoder:
         ]
         notes = getattr(value, "_metadata", None)  # a module's state_dict carries the versions of its layers
         if notes is None:
-            return {_MAPPINGS[type(value)]: pairs}
+            return {tag: pairs}
         if not isinstance(notes, dict):
             self._refuse(path, f"its _metadata is a {type(notes).__name__}, a dict is expected")
-        return {_MAPPINGS[type(value)]: pairs, "metadata": self.encode(notes, (*path, "_metadata"))}
-
-    def _dtype(self, value: torch.dtype, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
-        return {"torch.dtype": dtype_name(value)}
-
-    def _device(self, value: torch.device, path: Path) -> Json:  # noqa: ARG002 - one signature for all encoders
-        return {"torch.device": str(value)}
+        return {tag: pairs, "metadata": self.encode(notes, (*path, "_metadata"))}
 
     def _numpy(self, value: Any, path: Path) -> Json:
         import numpy
@@ -165,30 +148,44 @@ class Encoder:
             self._refuse(path, f"a {type(value).__qualname__} of numpy is neither an array nor a scalar")
         if value.dtype.kind not in _NUMPY_KINDS:
             self._refuse(path, f"a numpy array of {value.dtype} has no form without pickle")
-        content = base64.b64encode(value.tobytes()).decode()
+        content = _text(value.tobytes())
         if isinstance(value, numpy.generic):
             return {"numpy.generic": [value.dtype.str, content]}
         return {"numpy.ndarray": [value.dtype.str, list(value.shape), content]}
+
+
+def _text(octets: bytes | bytearray) -> str:
+    return base64.b64encode(octets).decode()
 
 
 _TEXT = {str}
 _WHOLE = {int}
 _LARGEST = (1 << 64) - 1
 _KEYS = Encoder()  # a key of a mapping is no tensor
-_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "torch.Size"}
-_MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "OrderedDict", Counter: "Counter"}
 _ENCODERS: dict[type, Callable[[Encoder, Any, Path], Json]] = {
-    int: Encoder._int,
-    float: Encoder._float,
-    bytes: Encoder._bytes,
-    bytearray: Encoder._bytes,
+    **dict.fromkeys((type(None), bool, str), lambda _, value, __: value),
+    int: lambda _, value, __: value if value.bit_length() <= 64 else {"int": hex(value)},
+    float: lambda _, value, __: value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()},
+    bytes: lambda _, value, __: {"bytes": _text(value)},
+    bytearray: lambda _, value, __: {"bytearray": _text(value)},
     list: Encoder._list,
-    **dict.fromkeys(_SEQUENCES, Encoder._tuple),
-    **dict.fromkeys((set, frozenset), Encoder._set),
-    **dict.fromkeys(_MAPPINGS, Encoder._mapping),
-    torch.dtype: Encoder._dtype,
-    torch.device: Encoder._device,
+    tuple: lambda encoder, value, path: {"tuple": encoder._items(value, path)},
+    torch.Size: lambda _, value, __: {"torch.Size": list(value)},
+    set: lambda encoder, value, path: {"set": encoder._items(sorted(value, key=repr), path)},
+    frozenset: lambda encoder, value, path: {"frozenset": encoder._items(sorted(value, key=repr), path)},
+    **dict.fromkeys((dict, OrderedDict, Counter), Encoder._mapping),
+    torch.dtype: lambda _, value, __: {"torch.dtype": dtype_name(value)},
+    torch.device: lambda _, value, __: {"torch.device": str(value)},
 }
+
+
+def _array(kind: str, shape: list[int], octets: bytearray) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(kind)
+    if dtype.str != kind or dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"{kind}: no type of numpy's, or one of objects or records")
+    return numpy.ndarray(tuple(shape), dtype, octets)
 
 
 class Decoder(Forms):
@@ -201,25 +198,8 @@ class Decoder(Forms):
         tensors: the tensor of each key.
     """
 
-    def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(source, tensors)
-
-    def _size(self, content: Json) -> torch.Size:
-        return torch.Size(self._shape(content))
-
-    def _dtype(self, name: Json) -> torch.dtype:
-        return dtype_of(name)
-
-    def _device(self, name: Json) -> torch.device:
-        return torch.device(self._text(name))
-
-    def _revivable(self, name: str, form: str, parts: dict[str, Any]) -> Coded:
-        return Coded(name, form, parts)
-
-    def _elements(self, kind: str, shape: list[int], octets: bytearray) -> Any:
-        import numpy
-
-        dtype = numpy.dtype(kind)
-        if dtype.str != kind or dtype.kind not in _NUMPY_KINDS:
-            self._refuse("a type of numpy's that is no object and no record", kind)
-        return numpy.ndarray(tuple(shape), dtype, octets)
+    size = torch.Size
+    dtype = staticmethod(dtype_of)
+    device = torch.device
+    coded = Coded
+    array = staticmethod(_array)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from outlast.checkpoint.content.state import is_optimizers
+from outlast.checkpoint.content.restore import is_optimizers
 from outlast.checkpoint.content.typed_json import form_of
 
 _Parameters = Sequence[Sequence[Any]]  # name and form of each that an optimizer steps

@@ -15,7 +15,8 @@ import torch
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded, local_of
 from outlast.checkpoint.content.memory import block_of, copy_slices
-from outlast.checkpoint.content.state import content_of, entries_of, takes_as_torch_does, tensors_in
+from outlast.checkpoint.content.restore import entries_of, takes_as_torch_does
+from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.content.to_device import copy_to_devices
 from outlast.checkpoint.policy.table import is_dense
 

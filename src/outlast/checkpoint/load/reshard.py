@@ -23,8 +23,9 @@ from outlast.checkpoint.content.codecs import distributed
 from outlast.checkpoint.content.digest import read_digests
 from outlast.checkpoint.content.format import order_of
 from outlast.checkpoint.content.memory import as_tensor
+from outlast.checkpoint.content.random_states import require_random, states_of
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import LiveState, packed, packed_numpy, require_random
+from outlast.checkpoint.content.state import LiveState
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, element_type_of
 from outlast.checkpoint.load.reading import (
@@ -257,15 +258,12 @@ def _lacks_entries(own: RankFile, state: LiveState) -> bool:
 def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return random states that follow from a text, of the generators in ``saved`` that this process has."""
     number = xxh3_64_intdigest(seed.encode()) >> 1
-    generator = torch.Generator().manual_seed(number)
-    states: dict[str, Any] = {
-        "python": packed(random.Random(number).getstate()),
-        "torch": bytes(generator.get_state().tolist()),
-    }
+    of_numpy = None
     if "numpy" in saved:
         import numpy.random
 
-        states["numpy"] = packed_numpy(numpy.random.RandomState(number % (1 << 32)).get_state(legacy=False))
+        of_numpy = numpy.random.RandomState(number % (1 << 32))
+    states = states_of(random.Random(number), torch.Generator().manual_seed(number), of_numpy)
     if "cuda" in saved and torch.cuda.is_available():
         state = bytes(torch.Generator("cuda").manual_seed(number).get_state().tolist())
         states["cuda"] = [state] * torch.cuda.device_count()

@@ -10,7 +10,8 @@ from typing import Any
 
 from outlast import codec
 from outlast.agreement.worker.reports import Agreed, Outcome
-from outlast.checkpoint.content.state import apply, require_fit, require_shapes
+from outlast.checkpoint.content.restore import apply, require_fit
+from outlast.checkpoint.content.state import require_shapes
 from outlast.checkpoint.context import OUTAGE_SECONDS, SaveContext
 from outlast.checkpoint.load.fetching import Recall
 from outlast.checkpoint.load.groups import AddedGroups

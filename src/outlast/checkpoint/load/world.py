@@ -16,7 +16,8 @@ import torch
 
 from outlast.checkpoint.content.codecs import Coded, distributed, piece_of, unsupported
 from outlast.checkpoint.content.rank_file import RankFile
-from outlast.checkpoint.content.state import LiveState, template_of
+from outlast.checkpoint.content.restore import template_of
+from outlast.checkpoint.content.state import LiveState
 from outlast.checkpoint.content.typed_forms import Json, references
 from outlast.checkpoint.content.typed_json import Decoder, dtype_name, element_type_of
 from outlast.checkpoint.load.reading import Move, Stored, Target, differing

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.errors import UsageError
 from outlast.integrations.announcing import AnnouncedLoop, require
 from outlast.integrations.collectives import from_all_ranks

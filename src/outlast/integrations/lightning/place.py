@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.errors import UsageError
 from outlast.integrations.resuming import samplers_of, set_loader, state_of_loader
 

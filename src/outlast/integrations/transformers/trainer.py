@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from outlast.checkpoint.content.state import capture_random, restore_random
+from outlast.checkpoint.content.random_states import capture_random, restore_random
 from outlast.config import CheckpointOptions
 from outlast.errors import UsageError
 from outlast.fields import Fields
