@@ -188,10 +188,8 @@ class Checkpointer:
             around = replace(around, parallel=ParallelLoad(around, stage, members, node, credentials))
         if self._speaks:
             stage.drop_landing()  # of a generation that was killed
-        if members.together is not None or meeting.parts_left:
-            torn = gather_parts(around, stage, members, node, credentials)
-            return replace(around, replicas=(stage.joined, *stage.replica_tiers()), torn=torn)
-        return around
+        torn = gather_parts(around, stage, members, node, credentials)
+        return replace(around, replicas=(stage.joined, *stage.replica_tiers()), torn=torn)
 
     def _follow(self, loaded: str, state: Mapping[str, object]) -> None:
         """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""

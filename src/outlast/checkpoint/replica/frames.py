@@ -293,16 +293,6 @@ class Channel:
         """Return the JSON object of the next frame; see :meth:`receive`."""
         return self._parsed(self.receive(kind), dict[str, Any])
 
-    def receive_chunk(self, into: memoryview, file: str, begin: int) -> None:
-        """Fill ``into`` with the next chunk; see :meth:`receive`.
-
-        Args:
-            into: as long as the chunk must be; its content is undefined after an error.
-            file: for errors.
-            begin: where in the file the chunk begins, for errors.
-        """
-        self._receive(Kind.CHUNK, file, begin, into)
-
     def receive_file(self, file: str, nbytes: int) -> Iterator[memoryview]:
         """Yield the verified chunks of a file, each in the same memory; see :meth:`receive`.
 
@@ -314,7 +304,7 @@ class Channel:
         self.done = 0
         for begin in range(0, nbytes, CHUNK_BYTES):
             chunk = buffer[: nbytes - begin]
-            self.receive_chunk(chunk, file, begin)
+            self._receive(Kind.CHUNK, file, begin, chunk)
             yield chunk
             self.done += len(chunk)
 

@@ -49,6 +49,7 @@ _TRAININGS = "trainings"
 _TRIES = 20  # to make a folder that others remove
 _ALIKE = "alike"
 _STILL_OPEN = {errno.ENOTEMPTY, errno.EBUSY}  # NFS keeps names of open files; the folder is swept later
+_FOLDERS = ("pool", "staged", "memory", "replica", "joined", "landing", "wishes")
 LANDING = "landing"  # the folder, and the name under which the writer serves it
 _SHOWN = 64  # characters of a run id in the name of its memory folder
 _SAID_BYTES = 64 << 20  # who the ranks of a large job are, and where their writers listen
@@ -156,11 +157,6 @@ class Members:
     def leads(self) -> bool:
         """Whether rank 0 is on this node, so that its writer speaks for all of them."""
         return 0 in self.ranks
-
-    @property
-    def knows_others(self) -> bool:
-        """Whether this node was in a session with others."""
-        return len(self.nodes) > 1 or self.left >= 0
 
     def left_by(self, nodes: Collection[str]) -> int:
         """Return ``left`` of the next session, where it has these nodes."""
@@ -365,16 +361,8 @@ class Stage:
 
     def remove(self) -> None:
         """Remove all of it; a folder that others share, such as the memory folder, stays."""
-        for folder in (
-            self.pool,
-            self.staged,
-            self.tier.folder,
-            self.replicas,
-            self.joined.folder,
-            self.landing.folder,
-            self.wishes,
-        ):
-            shutil.rmtree(folder, ignore_errors=True)
+        for name in _FOLDERS:
+            shutil.rmtree(self.root / name, ignore_errors=True)
 
     def replica(self, node: str) -> DirectoryTier:
         """Return the tier of the copies that came from another node."""
@@ -460,17 +448,11 @@ class Stage:
         """
         path = folder / staged_file(rank, world_size)
         try:
-            found = json.loads(self.read(path))
+            return codec.decode(self.read(path), dict[str, Any])
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
+        except codec.Malformed as error:
             raise DamagedRecord(f"{path.name} is not as rank {rank} left it: {error}") from error
-        if not isinstance(found, dict):
-            raise DamagedRecord(f"{path.name} is not as rank {rank} left it: {str(found)[:80]!r}")
-        return found
-
-    def _open(self, path: Path) -> int:
-        return files.open_private(path) if self.private else files.open_regular(path)
 
     def read(self, path: Path) -> bytes:
         """Return what a rank left in a small file.
@@ -478,7 +460,8 @@ class Stage:
         Raises:
             OSError: the file system refused, or it is too large.
         """
-        return files.read_open(self._open(path), path, DOCUMENT_BYTES)
+        read = files.read_private if self.private else files.read_whole
+        return read(path, DOCUMENT_BYTES)
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
         """Say what else is to become of a copy that is staged already; its ranks all say the same."""
