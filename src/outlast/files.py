@@ -335,6 +335,14 @@ def write_whole(path: AnyPath, content: bytes) -> None:
         raise
 
 
+def names_in(folder: AnyPath) -> list[str]:
+    """Return the names in a folder, in order; none where there is no such folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
 def sync_folder(path: AnyPath) -> None:
     """Sync a folder, so that the name of a new file survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

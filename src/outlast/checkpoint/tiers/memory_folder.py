@@ -397,14 +397,14 @@ class Stage:
 
     def drop_landing(self, keep: int = 0) -> None:
         """Make buffers of what has landed; at most so many may lie in each pool, the others are removed."""
-        for name in _names(self.landing.folder):
+        for name in files.names_in(self.landing.folder):
             with contextlib.suppress(OSError):
                 place = self.landing.folder / name
-                self.give_up(place, {pool_of(file): keep for file in _names(place)})
+                self.give_up(place, {pool_of(file): keep for file in files.names_in(place)})
 
     def drop_pools(self, first: int) -> None:
         """Remove the buffers for shared files from a number on: this session has no such files."""
-        for name in _names(self.pool):
+        for name in files.names_in(self.pool):
             kind, _, number = name.partition("-")
             if kind == _ALIKE and int(number) >= first:
                 shutil.rmtree(self.pool / name, ignore_errors=True)
@@ -428,7 +428,7 @@ class Stage:
         return sum(
             os.path.exists(f"{folder}/{copy}/{file}")
             for folder in (self.staged, self.tier.folder)
-            for copy in _names(folder)
+            for copy in files.names_in(folder)
         )
 
     def staging(self, copy: str, session: str) -> Path:
@@ -516,7 +516,7 @@ def staged_file(rank: int, world_size: int) -> str:
 def _by_step(folder: Path) -> list[tuple[str, str]]:
     """Return copy and session that the entries of a folder are named after, the oldest step first."""
     found = []
-    for name in _names(folder):
+    for name in files.names_in(folder):
         copy, _, session = name.partition("~")
         if parse_copy_name(copy):
             found.append((copy, session))
@@ -538,14 +538,7 @@ def alike_pool(number: int) -> str:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [folder / name for name in _names(folder)]
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return []
+    return [folder / name for name in files.names_in(folder)]
 
 
 def write_whole(path: Path, content: bytes) -> None:

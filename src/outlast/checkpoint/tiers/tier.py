@@ -33,7 +33,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.cluster.lease_file import allowed, wait_for
 from outlast.fields import Damage, DamagedCopy
-from outlast.files import OUTAGE, make_folder, make_private, read_whole, sync_folder
+from outlast.files import OUTAGE, make_folder, make_private, names_in, read_whole, sync_folder
 
 Take = Callable[[memoryview], None]
 
@@ -200,13 +200,13 @@ class DirectoryTier:
 
     def names(self) -> list[str]:
         """Return the names of all copies, sound or not."""
-        return [name for name in self._entries(self.folder) if parse_copy_name(name) is not None]
+        return [name for name in names_in(self.folder) if parse_copy_name(name) is not None]
 
     def quarantined(self) -> dict[str, str]:
         """Return what was set aside, by name, each with its reason."""
         place = self.folder / _QUARANTINE
         found = {}
-        for entry in self._entries(place) if place.is_dir() and not place.is_symlink() else ():
+        for entry in names_in(place) if place.is_dir() and not place.is_symlink() else ():
             name = entry.removesuffix(_REASON)
             if name.startswith("step-") and name not in found:
                 found[name] = self._reason(place / f"{name}{_REASON}")
@@ -243,12 +243,6 @@ class DirectoryTier:
             if place.is_symlink():
                 why = "a folder is expected; it is a symbolic link, and none is followed here"
                 raise OSError(errno.ELOOP, why, str(place))
-
-    def _entries(self, folder: Path) -> list[str]:
-        try:
-            return sorted(os.listdir(folder))
-        except FileNotFoundError:
-            return []
 
     @contextmanager
     def open(self, name: str) -> Iterator[CopyFolder]:
@@ -445,17 +439,19 @@ class DirectoryTier:
         os.rename(self.folder / name, trash)
         shutil.rmtree(trash)
 
-    def sweep(self, together: str = "") -> list[str]:
+    def sweep(self, together: str = "", only: bool = False) -> list[str]:
         """Remove the files of attempts that died, and return the names of what would not go.
 
         Args:
             together: see :meth:`begin`; what was begun with this word stays.
+            only: what was begun with this word goes, and the rest stays.
         """
         if not self._linked and self.folder.is_symlink():
             return [f"{self.folder} (a symbolic link, which is not followed)"]
         left = []
-        for name in self._entries(self.folder):
-            if name.startswith((_TEMPORARY, _TRASH)) and not (together and name.endswith(f"-{together}")):
+        for name in names_in(self.folder):
+            known = bool(together) and name.endswith(f"-{together}")
+            if name.startswith((_TEMPORARY, _TRASH)) and known == only:
                 try:
                     shutil.rmtree(self.folder / name)
                 except OSError:
@@ -470,17 +466,6 @@ class DirectoryTier:
             return False
         return may == generation and left > 0
 
-    def drop_unfinished(self, together: str) -> None:
-        """Remove what was begun with a word and never committed; see :meth:`begin`.
-
-        Raises:
-            OSError: the file system refused.
-        """
-        self._require_unlinked()
-        for name in self._entries(self.folder):
-            if name.startswith(_TEMPORARY) and name.endswith(f"-{together}"):
-                shutil.rmtree(self.folder / name)
-
     def quarantine(self, name: str, reason: dict[str, Any]) -> str:
         """Move a copy aside, with its reason beside it, and return the name it has there.
 
@@ -490,7 +475,7 @@ class DirectoryTier:
         self._require_unlinked(_QUARANTINE)
         place = self.folder / _QUARANTINE
         place.mkdir(exist_ok=True)
-        aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in self._entries(place) else name
+        aside = f"{name}~{uuid.uuid4().hex[:8]}" if name in names_in(place) else name
         note = f"{aside}{_REASON}"
         try:
             (place / note).unlink(missing_ok=True)
@@ -540,8 +525,6 @@ def _write(descriptor: int, content: memoryview, hold: Callable[[int], object]) 
 
 def _set_direct(descriptor: int, direct: bool) -> bool:
     """Have a file written past the page cache, or through it; return whether the file system does that."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

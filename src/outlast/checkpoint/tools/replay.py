@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, digest_of
 from outlast.checkpoint.tools import listing, upkeep
-from outlast.checkpoint.tools.listing import Item, Target, say
+from outlast.checkpoint.tools.listing import Entry, Item, Target, say
 from outlast.errors import ExitCode, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe import recorder
@@ -54,20 +54,13 @@ class Left:
         records: what was recorded of the parameters; of several the latest.
     """
 
-    copies: dict[int, Item]
+    copies: dict[int, Entry]
     records: dict[int, Compared]
 
     @property
     def steps(self) -> tuple[int, ...]:
         """All steps at which something can be compared, ascending."""
         return tuple(sorted({*self.copies, *self.records}))
-
-    def up_to(self, planned: Plan) -> Left:
-        """Return what a plan compares."""
-        return Left(
-            {step: item for step, item in self.copies.items() if step in planned.copies},
-            {step: one for step, one in self.records.items() if step in planned.records},
-        )
 
     def differing(self, other: Left, step: int) -> list[str]:
         """Return what differs at a step, as far as both have left it.
@@ -83,18 +76,16 @@ class Left:
                     f"the digest of the {another.covers} is {one.digest}, in the replay {another.digest}"
                 )
         if step in self.copies and step in other.copies:
-            found += differences(self.copies[step], other.copies[step])
+            found += differences(self.copies[step].item, other.copies[step].item)
         return found
 
 
 def left_in(target: Target) -> Left:
     """Return what a run left."""
-    copies: dict[int, Item] = {}
-    for item in listing.items(target):
-        if not item.aside and listing.look(item).copy.state is CopyState.WHOLE:
-            copies.setdefault(place_of(item.name)[0], item)
+    there = [item for item in listing.items(target) if not item.aside]
+    entries = [one for one in upkeep.look_over(target, there) if one.copy.state is CopyState.WHOLE]
     records = {one.step: one for one in _events(target) if isinstance(one, Compared) and one.digest}
-    return Left(copies, records)
+    return Left({one.copy.step: one for one in reversed(entries)}, records)
 
 
 def _events(target: Target) -> list[Record]:
@@ -107,77 +98,6 @@ def _events(target: Target) -> list[Record]:
     return found
 
 
-class Rerun:
-    """Computes again what a plan says.
-
-    Args:
-        root: folder for all that it writes; made.
-        run_id: of the run, so that its copies are taken for one's own.
-        begin: the copy to begin with; None: none.
-        planned: what is compared.
-        covers: what the run's own comparisons covered.
-    """
-
-    def __init__(self, root: Path, run_id: str, begin: Item | None, planned: Plan, covers: str) -> None:
-        self._planned = planned
-        self._console = root / "console.log"
-        self._config = root / "config.toml"
-        self._folder = RunFolder(root / "run")
-        root.mkdir(parents=True)
-        self._folder.claim(run_id)
-        self._folder.release()
-        if begin is not None:
-            _link(begin.tier.folder / begin.name, self._folder.checkpoints / begin.name)
-        lines = ["[checkpoints]", f"save_interval = {planned.save_interval}", f"keep_last_n = {_ALL}"]
-        if planned.records:
-            lines += ["[tripwire]", f"tripwire_interval = {planned.compare_interval}"]
-            lines += [f"tripwire_optimizer = {str(covers == COVERS[1]).lower()}"]
-        self._config.write_text("\n".join(lines) + "\n")
-
-    def carry_out(self, ranks: int, script: Sequence[str], hint: str) -> Left:
-        """Run until all that is to be compared is there, and return it.
-
-        Args:
-            ranks: how many.
-            script: options of ``outlast run``, the script and its arguments.
-            hint: what may be wrong with the script's arguments.
-
-        Raises:
-            UsageError: the script failed, so nothing can be said.
-        """
-        options = ["--run-dir", str(self._folder.root), "--config", str(self._config), "--max-restarts", "0"]
-        options += ["--nproc-per-node", str(ranks), "--node-name", f"replay-{os.getpid()}"]
-        command = [sys.executable, "-m", "outlast", "run", *options, *script]
-        last = {*self._planned.copies[-1:]}, {*self._planned.records[-1:]}
-        with open(self._console, "wb") as console:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                env=dict(settings.inherited()),
-            )
-            try:
-                while process.poll() is None:
-                    left = self._left()
-                    if last[0] <= left.copies.keys() and last[1] <= left.records.keys():
-                        break
-                    time.sleep(_LOOK)
-            finally:
-                _end(process)
-        left = self._left()
-        if not left.steps:
-            tail = self._console.read_text(errors="replace").strip().splitlines()[-12:]
-            raise UsageError(
-                f"the replay ended with exit code {process.returncode} before anything could be compared;"
-                f"{hint} all of its output is in {self._console}, the end of it:\n" + "\n".join(tail)
-            )
-        return left
-
-    def _left(self) -> Left:
-        return left_in(listing.find(str(self._folder.root))).up_to(self._planned)
-
-
 def _link(source: Path, target: Path) -> None:
     """Make a copy of a committed copy; its files are never written into again, so links do."""
     target.mkdir(parents=True)
@@ -188,14 +108,24 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(_PATIENCE)
+def _watched(command: Sequence[str], console: Path, done: Callable[[], bool]) -> int:
+    """Run a command until it ends, or has done what it is to do, and return its exit code."""
+    with open(console, "wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(settings.inherited())
+        )
+        try:
+            while process.poll() is None and not done():
+                time.sleep(_LOOK)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_PATIENCE)
+    return process.returncode
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -213,8 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     if target.folder is None or not target.run_id:
         raise UsageError(f"{options.run} is no run folder: no run.json is in it")
     run = left_in(target)
-    entries = upkeep.look_over(target, run.copies.values())
-    standing = {entry.copy.step: entry.trust[0] if entry.trust else "" for entry in entries}
+    standing = {step: entry.trust[0] if entry.trust else "" for step, entry in run.copies.items()}
     planned = plan(standing, run.records, options.start, options.end)
     if isinstance(planned, str):
         raise UsageError(f"{options.run}: {planned}")
@@ -266,12 +195,14 @@ class _Replay:
         self._script, self._scratch = script, scratch
         started = [one for one in _events(target) if isinstance(one, RunStarted)]
         self._started = max(started, key=lambda one: one.time, default=None)
+        ranks = [entry.copy.world_size for entry in run.copies.values()]
+        self._ranks = (ranks or [1 if self._started is None else self._started.world_size])[0]
 
     def carry_out(self) -> int:
         """Return the exit code."""
         run, planned = self._run, self._planned
         say(
-            f"replay of {self._ranks()} rank(s) from step {planned.start} ({planned.reason})"
+            f"replay of {self._ranks} rank(s) from step {planned.start} ({planned.reason})"
             f" to {planned.steps[-1]}; {len(planned.copies)} copies and {len(planned.records)} recorded"
             " digests to compare with"
         )
@@ -294,19 +225,11 @@ class _Replay:
         say(f"first wrong step between {span}: equal after the one, not after the other")
         return DIFFERS
 
-    def _ranks(self) -> int:
-        """Return how many ranks the run had."""
-        for item in self._run.copies.values():
-            manifest = listing.look(item).manifest
-            if manifest is not None:
-                return manifest.world_size
-        return 1 if self._started is None else self._started.world_size
-
     def _rerun(self, name: str, planned: Plan) -> Left:
-        """Compute again what a plan says, and return what that left.
+        """Compute again what a plan says until all that is to be compared is there, and return that.
 
         Raises:
-            UsageError: what was recorded covers not always the same, or the script failed.
+            UsageError: what was recorded covers not always the same, or the script left nothing to compare.
         """
         covers = sorted({self._run.records[step].covers for step in planned.records})
         if len(covers) > 1:
@@ -314,13 +237,48 @@ class _Replay:
                 f"the recorded digests cover {' and '.join(covers)} at different steps; choose with --from"
                 " and --to steps at which they cover the same"
             )
-        begin = self._run.copies[planned.start] if planned.start else None
-        rerun = Rerun(self._scratch / name, self._target.run_id, begin, planned, "".join(covers))
-        had = () if self._started is None else self._started.command[1:]
-        hint = ""
-        if had and tuple(self._script[-len(had) :]) != had:
-            hint = f" the run had the arguments {shlex.join(had)} after its script, the replay had others;"
-        return rerun.carry_out(self._ranks(), self._script, hint)
+        root = self._scratch / name
+        root.mkdir(parents=True)
+        folder, config, console = RunFolder(root / "run"), root / "config.toml", root / "console.log"
+        folder.claim(self._target.run_id)  # so that the run's copies are taken for its own
+        folder.release()
+        if planned.start:
+            begin = self._run.copies[planned.start].item
+            _link(begin.tier.folder / begin.name, folder.checkpoints / begin.name)
+        lines = ["[checkpoints]", f"save_interval = {planned.save_interval}", f"keep_last_n = {_ALL}"]
+        if planned.records:
+            lines += ["[tripwire]", f"tripwire_interval = {planned.compare_interval}"]
+            lines += [f"tripwire_optimizer = {str(covers == [COVERS[1]]).lower()}"]
+        config.write_text("\n".join(lines) + "\n")
+        command = [sys.executable, "-m", "outlast", "run", "--run-dir", str(folder.root)]
+        command += ["--config", str(config), "--max-restarts", "0", "--nproc-per-node", str(self._ranks)]
+        command += ["--node-name", f"replay-{os.getpid()}", *self._script]
+
+        def left() -> Left:
+            found = left_in(listing.find(str(folder.root)))
+            copies = {step: one for step, one in found.copies.items() if step in planned.copies}
+            records = {step: one for step, one in found.records.items() if step in planned.records}
+            return Left(copies, records)
+
+        def is_done() -> bool:
+            found = left()
+            copied = {*planned.copies[-1:]} <= found.copies.keys()
+            return copied and {*planned.records[-1:]} <= found.records.keys()
+
+        code = _watched(command, console, is_done)
+        found = left()
+        if not found.steps:
+            had, hint = () if self._started is None else self._started.command[1:], ""
+            if had and tuple(self._script[-len(had) :]) != had:
+                hint = (
+                    f" the run had the arguments {shlex.join(had)} after its script, the replay had others;"
+                )
+            tail = console.read_text(errors="replace").strip().splitlines()[-12:]
+            raise UsageError(
+                f"the replay ended with exit code {code} before anything could be compared;"
+                f"{hint} all of its output is in {console}, the end of it:\n" + "\n".join(tail)
+            )
+        return found
 
     def _compare(self, rerun: Left) -> Bracket:
         run, known = self._run, {}
@@ -337,7 +295,7 @@ class _Replay:
             UsageError: the script does not compute the same twice, or the copy in question is damaged.
         """
         if wrong in self._run.copies:
-            read = upkeep.read_all(self._run.copies[wrong])
+            read = upkeep.read_all(self._run.copies[wrong].item)
             if read.copy.state is not CopyState.WHOLE:
                 raise UsageError(f"the copy of step {wrong} is not as it was written: {read.copy.reason}")
         within = [

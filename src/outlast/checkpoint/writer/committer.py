@@ -393,7 +393,7 @@ class CopyCommitter:
                 if self._tier.may_commit(self.members.generation):
                     self._tier.sweep()
                 else:
-                    self._tier.drop_unfinished(self.members.session)
+                    self._tier.sweep(self.members.session, only=True)
 
     def flush(self, why: str) -> None:
         """Order the newest copy in memory to disk while the ranks still run."""
