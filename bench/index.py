@@ -172,7 +172,7 @@ def half(copy: Any, rank: int, sizes: Sequence[int]) -> None:
         shape = form.shape
         wanted = part_of(shape, splits) if shape else Part.whole(shape)
         for _, sources in world.held(key, wanted):
-            world.entry(key, sources[rank % len(sources)])
+            world.stored(key, sources[rank % len(sources)])
     world.pairs(world.forms, rank, math.prod(fewer))
 
 

@@ -28,4 +28,4 @@ def load(
     """Restore the newest copy in a folder; every rank calls it."""
     rounds = Rounds(exchange, settings.timeout)
     around = SaveContext(DirectoryTier(folder), identity, rounds, settings, SystemClock(), record)
-    return Restorer(around).restore(LiveState(state), ())
+    return Restorer(around, LiveState(state), ()).restore()

@@ -126,7 +126,7 @@ class OnDisk:
             self._around.tier.quarantine(name, {"name": name, "reason": why})
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str] = ()) -> Restored | None:
-        found = Restorer(self._around, self._groups).restore(LiveState(state), avoid)
+        found = Restorer(self._around, LiveState(state), avoid, self._groups).restore()
         self._began = "" if found is None else found.name
         return found
 

@@ -49,10 +49,11 @@ def load(folder: Path, rank: int, ranks: int, state: State, layout: Layout | Non
         commit = read_manifest(copy, NAME)[1]
         identity = Identity("run-a", 2, rank, ranks, layout)
         received = reshard.open_part(copy, NAME, commit, identity, state)
-        require_fit(state, received.saved, received.kinds, received.parameters)
+        document = received.document
+        require_fit(state, received.saved, document.kinds, document.parameters)
         received.fill()
     land(state, received.saved, 1, received.views)
-    apply(state, received.saved, received.random, received.parameters)
+    apply(state, received.saved, received.random, document.parameters)
     return received
 
 

@@ -150,7 +150,7 @@ class Checkpointer:
         """
         state = LiveState(state)
         around = self._join(state, avoid)
-        restored = Restorer(around, self._groups).restore(state, avoid)
+        restored = Restorer(around, state, avoid, self._groups).restore()
         self._follow("" if restored is None else restored.name, state)
         return restored
 

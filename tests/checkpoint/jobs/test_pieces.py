@@ -33,7 +33,7 @@ def take(folder: Path, wanted: Part, reader: int) -> torch.Tensor:
         target = reading.reserve({"pad": pad, "t": (wanted, dtype, None)})["t"]
         moves, why = world.moves("t", target, reader)
         assert why == ""
-        reading.carry_out(copy, world.file, moves, 1 + reader)
+        reading.carry_out(copy, moves, 1 + reader)
         return target.tensor
 
 

@@ -119,7 +119,7 @@ class Deceived(StoreExchange):
     def gather(self, topic: str, value: str, timeout: float) -> list[str]:
         heard = [json.loads(text) for text in super().gather(topic, value, timeout)]
         for _, _, data, _ in heard if topic == "inventory" else ():
-            data["copies"] = json.dumps([one for one in json.loads(data["copies"]) if one["name"] != NEW])
+            data["copies"] = [one for one in data["copies"] if one["name"] != NEW]
         return list(map(json.dumps, heard))
 
 

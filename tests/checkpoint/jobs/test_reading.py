@@ -143,7 +143,8 @@ def restore_near(
 ) -> Restored | None:
     """Restore with a memory tier but without a saver."""
     around = checkpointer(durable, generation=2, records=records)._around
-    return Restorer(dataclasses.replace(around, memory=DirectoryTier(memory, "memory"))).restore(state, ())
+    around = dataclasses.replace(around, memory=DirectoryTier(memory, "memory"))
+    return Restorer(around, state, ()).restore()
 
 
 @pytest.fixture

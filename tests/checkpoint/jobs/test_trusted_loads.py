@@ -45,7 +45,7 @@ class Tiers:
             self.memory,
         )
         job = Job(seed=7)
-        Restorer(around).restore(job.state, [mark.to_text() for mark in marks])
+        Restorer(around, job.state, [mark.to_text() for mark in marks]).restore()
         (loaded,) = (one for one in self.records if isinstance(one, Loaded))
         return loaded.step, loaded.places, job.content()
 

@@ -6,6 +6,7 @@ buffers again. No rank stages while ranks load.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 
 from outlast._torch_compat import takes_plainly
 from outlast.checkpoint.content.codecs import Coded, local_of
-from outlast.checkpoint.content.memory import block_of, copy_slices
+from outlast.checkpoint.content.memory import copy_slices
 from outlast.checkpoint.content.restore import entries_of, takes_as_torch_does
 from outlast.checkpoint.content.state import content_of, tensors_in
 from outlast.checkpoint.content.to_device import copy_to_devices
+from outlast.checkpoint.load.reading import reserve
 from outlast.checkpoint.policy.table import is_dense
+from outlast.parallelism.policy.slices import Part
 
 _EXTRA_STATE = "_extra_state"  # torch's name, the last part of the key
 _DEVICES = ("cpu", "cuda")  # types of devices on which addresses show which tensors share memory
@@ -62,30 +65,33 @@ def places_for(state: Mapping[str, object], saved: Mapping[str, Any]) -> dict[in
 
 def _shared(saved: Mapping[str, Any]) -> set[int]:
     """Return the saved tensors that more than one object takes."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for content in saved.values():
-        here = {id(one) for _, one in tensors_in(content)}
-        shared |= seen & here
-        seen |= here
-    return shared
+    taken = ({id(one) for _, one in tensors_in(content)} for content in saved.values())
+    return {place for place, count in Counter(chain.from_iterable(taken)).items() if count > 1}
 
 
 def _pairs(holder: object, saved: Any) -> Iterator[_Pair]:
     """Yield saved tensors with live ones that may be written to in their stead."""
-    if isinstance(holder, torch.nn.Module):
-        if takes_plainly(holder):
-            for name, live in holder.state_dict().items():
-                if isinstance(saved.get(name), torch.Tensor) and isinstance(live, torch.Tensor):
-                    local = local_of(live)
-                    if _alike(saved[name], local):
-                        yield saved[name], local
-    elif isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
-        params = {one.data_ptr() for one in _params(holder)}
-        for old, live in _optimizer_pairs(holder, saved):
+    if isinstance(holder, torch.nn.Module) and takes_plainly(holder):
+        for name, live in holder.state_dict().items():
             local = local_of(live)
-            if _alike(old, local) and old.stride() == local.stride() and local.data_ptr() not in params:
-                yield old, local
+            if _alike(saved.get(name), local):
+                yield saved[name], local
+    params = {one.data_ptr() for one in _params(holder)}
+    for old, live, _ in _of_optimizer(holder, saved):
+        local = local_of(live)
+        if _alike(old, local) and old.stride() == local.stride() and local.data_ptr() not in params:
+            yield old, local
+
+
+def _of_optimizer(holder: object, saved: Any) -> Iterator[tuple[torch.Tensor, Any, torch.device]]:
+    """Yield an optimizer's saved tensors, each with the live one and the device on which it keeps it."""
+    if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
+        params = [one for group in holder.param_groups for one in group["params"]]
+        for place, old, live in entries_of(holder, saved):
+            for name, value in old.items():
+                if isinstance(value, torch.Tensor):
+                    device = torch.device("cpu") if name == "step" else params[place].device
+                    yield value, live.get(name), device
 
 
 def _written(holder: object) -> Iterator[torch.Tensor]:
@@ -107,17 +113,11 @@ def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield one
 
 
-def _optimizer_pairs(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[_Pair]:
-    for _, old, live in entries_of(optimizer, saved):
-        for name, value in old.items():
-            if isinstance(value, torch.Tensor) and isinstance(live.get(name), torch.Tensor):
-                yield value, live[name]
-
-
-def _alike(saved: torch.Tensor, live: Any) -> bool:
+def _alike(saved: Any, live: Any) -> bool:
     """Say whether the bytes of a saved tensor can be put where a live one has its own."""
     return (
-        type(live) is torch.Tensor
+        isinstance(saved, torch.Tensor)
+        and type(live) is torch.Tensor
         and live.device.type in _DEVICES
         and live.layout is torch.strided
         and (
@@ -166,15 +166,19 @@ def land(state: Mapping[str, object], saved: dict[str, Any], threads: int, views
         content = saved[name]
         kept = {id(one) for _, one in tensors_in(content)} - replaced.keys()
         kept -= set(map(id, _copied(holder, content)))
-        devices = {id(one): device for one, device in _on_devices(holder, content)}
-        for place in kept & devices.keys() - shared:
+        devices = {id(one): device for one, _, device in _of_optimizer(holder, content)}
+        for place in (each for each in kept & devices.keys() - shared if devices[each].type != "cpu"):
             one = sources[place]
             replaced[place] = torch.empty_strided(
                 one.shape, one.stride(), dtype=one.dtype, device=devices[place]
             )
             kept.remove(place)
         if views:
-            replaced.update(_room_for({place: sources[place] for place in kept}))
+            wanted = {place: sources[place] for place in kept}
+            memory = reserve(
+                {at: (Part.whole(one.shape), one.dtype, one.stride()) for at, one in wanted.items()}
+            )
+            replaced |= {place: target.tensor for place, target in memory.items()}
     _exchange(saved, replaced)
     moves = [(to, sources[place]) for place, to in replaced.items()]
     copy_to_devices([move for move in moves if not move[0].is_cpu], threads)
@@ -191,26 +195,6 @@ def _copied(holder: object, saved: Any) -> Iterator[Any]:
         extra = {name: one for name, one in saved.items() if name.rpartition(".")[2] == _EXTRA_STATE}
         kept = {id(one) for _, one in tensors_in(extra)}
         yield from (one for name, one in saved.items() if name not in extra and id(one) not in kept)
-
-
-def _on_devices(holder: object, saved: Any) -> Iterator[tuple[torch.Tensor, torch.device]]:
-    """Yield the saved tensors that an optimizer keeps on a device, each with its device."""
-    if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
-        params = [one for group in holder.param_groups for one in group["params"]]
-        for place, old, _ in entries_of(holder, saved):
-            device = params[place].device
-            for name, value in old.items() if device.type != "cpu" else ():
-                if name != "step" and isinstance(value, torch.Tensor):
-                    yield value, device
-
-
-def _room_for(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return memory of the host for tensors, by number, in one block, freed with the last of them."""
-    octets = block_of({number: tensor.nbytes for number, tensor in tensors.items()})
-    return {
-        number: octets[number].view(one.dtype).as_strided(one.shape, one.stride())
-        for number, one in tensors.items()
-    }
 
 
 def _exchange(value: Any, others: Mapping[int, torch.Tensor]) -> Any:

@@ -105,28 +105,26 @@ class ParallelLoad:
         self._landed = ""
 
         def prepare() -> dict[str, Any]:
-            why = self._prepare(name, commit) if needs() else "it is in memory"
-            return {"lands": not why, "why": why or ""}
+            return {"why": self._prepare(name, commit) if needs() else "it is in memory"}
 
         agreed = around.rounds.hold("landing", lambda: prepare() if speaks else {})
         if not agreed.fine:  # the ranks find out why when they examine it
             return None
-        said = {peer.name: agreed.reports[peer.ranks[0]].data for peer in self._peers}
-        for node, data in said.items():
-            if data["why"].startswith(_NO_ROOM):
-                reason = f"{name}: each rank of node {node} reads the shared files itself: {data['why']}"
+        why = {peer.name: agreed.reports[peer.ranks[0]].data["why"] for peer in self._peers}
+        for node, text in why.items():
+            if text.startswith(_NO_ROOM):
+                reason = f"{name}: each rank of node {node} reads the shared files itself: {text}"
                 around.record(Note, reason=reason)
-        landing = [peer for peer in self._peers if said[peer.name]["lands"]]
+        landing = [peer for peer in self._peers if not why[peer.name]]
         if not self._shared or sum(len(peer.ranks) for peer in landing) < 2:
             landing = [peer for peer in landing if len(peer.ranks) > 1]
-        steps = {"read": self._read, "exchanged": self._exchange}
-        if not self._shared or len(landing) < 2:
-            del steps["exchanged"]
         here = self._node in {peer.name for peer in landing}
         group = [peer for peer in landing if self._shared or peer.name == self._node]
+        topics = ("read", "exchanged") if self._shared and len(landing) > 1 else ("read",)
         done = []
-        for topic, step in steps.items() if landing else ():
-            agreed = around.rounds.hold(topic, lambda step=step: step(name, group) if here else {})  # type: ignore[misc]
+        for topic in topics if landing else ():
+            bring = partial(self._bring, name, group, topic)
+            agreed = around.rounds.hold(topic, bring if here else dict)
             if not agreed.fine:
                 if speaks:
                     self._stage.drop_landing()
@@ -136,16 +134,12 @@ class ParallelLoad:
                 return None
             done += [report.data for report in agreed.reports if report.data]
         if landing:
-            self._tell(name, done)
+            read, fetched = (sum(one[key] for one in done) >> 20 for key in ("read", "fetched"))
+            text = f"{name}: {read} MiB of shared files came from the disk, {fetched} MiB from other nodes"
+            failed = next((f"; not all that was asked for: {one['why']}" for one in done if one["why"]), "")
+            around.record(Note, reason=text + failed)
         self._landed = name if here else ""
         return None
-
-    def _tell(self, name: str, done: Sequence[dict[str, Any]]) -> None:
-        """Record how much came from where."""
-        read, fetched = (sum(one.get(key, 0) for one in done) >> 20 for key in ("read", "fetched"))
-        text = f"{name}: {read} MiB of shared files came from the disk, {fetched} MiB from other nodes"
-        failed = next((one["why"] for one in done if one.get("why")), "")
-        self._around.record(Note, reason=f"{text}; not all that was asked for: {failed}" if failed else text)
 
     @contextlib.contextmanager
     def over(self, folder: CopyFolder) -> Iterator[CopyFolder]:
@@ -180,8 +174,16 @@ class ParallelLoad:
                 os.truncate(place / tensors.name, tensors.nbytes)
         return ""
 
-    def _read(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
-        """Read this rank's part of each file from the disk.
+    def _bring(self, name: str, group: Sequence[Peer], topic: str) -> dict[str, Any]:
+        """Bring this rank's part of each file into memory, or the parts that ranks of other nodes have read.
+
+        Each node begins with its neighbour. What does not come from there, or not in half of the time for
+        which ranks wait, is read from the disk.
+
+        Args:
+            name: of the copy.
+            group: the nodes that do so together.
+            topic: "read" from the disk, or "exchanged".
 
         Raises:
             DamagedCopy: it is not as it was committed.
@@ -189,69 +191,49 @@ class ParallelLoad:
             OSError: a file system refused.
         """
         readers = [rank for peer in group for rank in peer.ranks]
-        me = readers.index(self._around.identity.rank)
-        nbytes = 0
-        with self._around.tier.open(name) as folder:
-            for entry, _, _ in _shared(read_manifest(folder, name)[0]):
-                begin, end = part_of(entry.nbytes, range(me, me + 1), len(readers))
-                self._copy(name, folder, entry, begin, end)
-                nbytes += end - begin
-        return {"read": nbytes}
-
-    def _copy(self, name: str, folder: CopyFolder, entry: FileEntry, begin: int, end: int) -> None:
-        """Copy a part of a file from the disk."""
-        if begin == end:
-            return
-        with self._opened(name, entry) as (landed, loan):
-            try:
-                digests = read_digests(landed, entry)
-            except DamagedCopy as error:
-                raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
-            read_verified(folder, entry, digests, loan, self._around.threads, (begin, end))
-
-    def _exchange(self, name: str, group: Sequence[Peer]) -> dict[str, Any]:
-        """Fetch the parts that the ranks of other nodes have read, each node beginning with its neighbour.
-
-        What does not come, or not in half of the time for which ranks wait, is read from the disk.
-
-        Raises:
-            DamagedCopy: it is not as it was committed.
-            CheckpointError: the memory is not as it was made.
-            OSError: a file system refused.
-        """
-        readers: dict[str, range] = {}
-        for peer in group:
-            first = max((one.stop for one in readers.values()), default=0)
-            readers[peer.name] = range(first, first + len(peer.ranks))
-        count = max(one.stop for one in readers.values())
-        own = [peer.name for peer in group].index(self._node)
-        at, ranks = self._ranks.index(self._around.identity.rank), len(self._ranks)
+        rank, fetchers = self._around.identity.rank, min(_FETCHERS, len(self._ranks))
+        at, own = self._ranks.index(rank), [peer.name for peer in group].index(self._node)
+        sources: list[tuple[Peer | None, int, int]] = [(None, readers.index(rank), 1)]
+        if topic == "exchanged":
+            others = (*group[own + 1 :], *group[:own]) if at < fetchers else ()
+            sources = [(peer, readers.index(peer.ranks[0]), len(peer.ranks)) for peer in others]
         deadline = time.monotonic() + self._around.settings.timeout / 2
         read, fetched, failed = [0], [0], [""]
-        with self._around.tier.open(name) as folder:
+        with self._around.tier.open(name) as folder, self._stage.landing.open(name) as landed:
             files = [tensors for tensors, _, _ in _shared(read_manifest(folder, name)[0])]
             parts = [
-                (peer, entry, *part_of(entry.nbytes, readers[peer.name], count))
-                for peer in (*group[own + 1 :], *group[:own])
+                (peer, entry, *part_of(entry.nbytes, range(first, first + count), len(readers)))
+                for peer, first, count in sources
                 for entry in files
             ]
-            parts = [part for part in parts if part[2] < part[3]][at :: min(_FETCHERS, ranks)]
+            parts = [part for part in parts if part[2] < part[3]]
+            parts = parts[at::fetchers] if topic == "exchanged" else parts
 
-            def fetch(number: int) -> None:
+            def bring(number: int) -> None:
                 peer, entry, begin, end = parts[number]
-                try:
-                    self._fetch(name, peer, entry, begin, end, deadline)
-                    fetched.append(end - begin)
-                except PeerError as error:
-                    failed.append(f"node {self._node} from {peer.name}: {error}")
-                    self._copy(name, folder, entry, begin, end)
+                with self._opened(name, entry) as loan:
+                    if peer is not None:
+                        try:
+                            self._fetch(name, peer, entry, loan, range(begin, end), deadline)
+                        except PeerError as error:
+                            failed.append(f"node {self._node} from {peer.name}: {error}")
+                        else:
+                            fetched.append(end - begin)
+                            return
+                    try:
+                        digests = read_digests(landed, entry)
+                    except DamagedCopy as error:
+                        raise CheckpointError(f"node {self._node}: what has landed: {error}") from error
+                    read_verified(folder, entry, digests, loan, self._around.threads, (begin, end))
                     read.append(end - begin)
 
-            if at < _FETCHERS:
-                in_threads(lambda: fetch, len(parts), max(1, _FETCHERS // ranks))
+            threads = _FETCHERS // len(self._ranks) if topic == "exchanged" else 1
+            in_threads(lambda: bring, len(parts), max(1, threads))
         return {"read": sum(read), "fetched": sum(fetched), "why": failed[-1]}
 
-    def _fetch(self, name: str, peer: Peer, entry: FileEntry, begin: int, end: int, deadline: float) -> None:
+    def _fetch(
+        self, name: str, peer: Peer, entry: FileEntry, loan: Loan, part: range, deadline: float
+    ) -> None:
         """Fetch a part of a file from the writer of another node.
 
         Raises:
@@ -259,24 +241,21 @@ class ParallelLoad:
             OSError: the file system refused.
         """
         client = PeerClient((peer.host, peer.port), self._party, expected=peer.name)
-        with self._opened(name, entry) as (_, loan):
-            for chunk in client.fetch(LANDING, name, entry.name, begin, end):
-                loan.reserve(begin, len(chunk))
-                loan.memory[begin : begin + len(chunk)] = chunk
-                begin += len(chunk)
-                if time.monotonic() > deadline:
-                    raise PeerLost(peer.name, f"fetching {entry.name}", begin, "it took too long")
+        begin = part.start
+        for chunk in client.fetch(LANDING, name, entry.name, begin, part.stop):
+            loan.reserve(begin, len(chunk))
+            loan.memory[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+            if time.monotonic() > deadline:
+                raise PeerLost(peer.name, f"fetching {entry.name}", begin, "it took too long")
 
     @contextlib.contextmanager
-    def _opened(self, name: str, entry: FileEntry) -> Iterator[tuple[CopyFolder, Loan]]:
-        """Open the folder of a file that lands, and map the file."""
+    def _opened(self, name: str, entry: FileEntry) -> Iterator[Loan]:
+        """Map a file that lands."""
         descriptor = self._stage.open_buffer(self._stage.landing.folder / name / entry.name)
         try:
-            with self._stage.landing.open(name) as landed:
-                yield (
-                    landed,
-                    Loan(mmap.mmap(descriptor, entry.nbytes), partial(os.posix_fallocate, descriptor)),
-                )
+            memory = mmap.mmap(descriptor, entry.nbytes)
+            yield Loan(memory, partial(os.posix_fallocate, descriptor))
         finally:
             os.close(descriptor)
 

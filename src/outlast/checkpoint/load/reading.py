@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from outlast.checkpoint.content.digest import chunk_digest, read_digests
-from outlast.checkpoint.content.memory import Loan, allocate, as_tensor, block_of, in_threads
+from outlast.checkpoint.content.memory import Key, Loan, allocate, as_tensor, block_of, in_threads
 from outlast.checkpoint.policy.manifest import CHUNK_BYTES, DIGEST_BYTES, FileEntry
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.tiers.tier import CopyFolder, read_exactly
@@ -224,10 +224,12 @@ class Stored(NamedTuple):
 
     Args:
         source: number of the file: a rank, or behind the ranks one that all ranks share.
+        file: the file, in the manifest.
         entry: where in the file it is.
     """
 
     source: int
+    file: FileEntry
     entry: TensorEntry
 
 
@@ -271,7 +273,7 @@ class Move(NamedTuple):
     target: Target
 
 
-def reserve(wanted: Mapping[str, tuple[Part, torch.dtype, tuple[int, ...] | None]]) -> dict[str, Target]:
+def reserve(wanted: Mapping[Key, tuple[Part, torch.dtype, tuple[int, ...] | None]]) -> dict[Key, Target]:
     """Return memory for parts of tensors, in one block, which is freed with the last of them.
 
     Args:
@@ -281,14 +283,11 @@ def reserve(wanted: Mapping[str, tuple[Part, torch.dtype, tuple[int, ...] | None
     return {key: Target(part, octets[key], dtype, order) for key, (part, dtype, order) in wanted.items()}
 
 
-def carry_out(
-    folder: CopyFolder, file_of: Callable[[int], FileEntry], moves: Sequence[Move], threads: int
-) -> None:
+def carry_out(folder: CopyFolder, moves: Sequence[Move], threads: int) -> None:
     """Read parts to where they go.
 
     Args:
         folder: the copy.
-        file_of: returns a safetensors file by its number.
         moves: what to read.
         threads: that read, the caller's included; each has a block of 16 MiB.
 
@@ -309,7 +308,7 @@ def carry_out(
             size += block.numel * width
 
     def read(number: int) -> None:
-        entry = file_of(runs[number][0][0].stored.source)
+        entry = runs[number][0][0].stored.file
         with _opened(folder, entry, read_digests(folder, entry)) as file:
             for move, block in runs[number]:
                 _copy(file, move, block)
@@ -330,40 +329,35 @@ def _copy(file: _File, move: Move, block: Part) -> None:
 
 
 def differing(
-    folder: CopyFolder, file_of: Callable[[int], FileEntry], pairs: Sequence[tuple[str, Stored, Stored]]
-) -> list[tuple[str, int, int]]:
-    """Return which of the pairs of stored parts do not hold the same bytes.
+    folder: CopyFolder, pairs: Sequence[tuple[str, Stored, Stored]]
+) -> list[tuple[str, Stored, Stored]]:
+    """Return those of the pairs of stored parts that do not hold the same bytes.
 
     Chunks with one digest at one place of both files are the same; only others are read.
 
     Args:
         folder: the copy.
-        file_of: returns a safetensors file by its number.
         pairs: a key and two stored parts of equal shape.
-
-    Returns:
-        Key and sources of each pair that differs.
 
     Raises:
         DamagedCopy: a byte that had to be read is not as it was saved.
         OSError: the file system refused.
     """
     found = []
-    by_sources: dict[tuple[int, int], list[tuple[str, TensorEntry, TensorEntry]]] = {}
-    for key, one, other in pairs:
-        by_sources.setdefault((one.source, other.source), []).append((key, one.entry, other.entry))
-    for sources, entries in sorted(by_sources.items()):
+    by_file = sorted(pairs, key=lambda pair: (pair[1].source, pair[2].source, pair[1].entry.begin))
+    for files, same in itertools.groupby(by_file, key=lambda pair: (pair[1].file, pair[2].file)):
         with ExitStack() as stack:
-            files = [file_of(source) for source in sources]
             first, second = (
                 stack.enter_context(_opened(folder, file, read_digests(folder, file))) for file in files
             )
-            for key, here, there in sorted(entries, key=lambda each: each[1].begin):
-                for begin, end in _doubtful(first.digests, second.digests, here, there):
-                    moved = there.begin - here.begin
-                    if not torch.equal(first.octets(begin, end), second.octets(begin + moved, end + moved)):
-                        found.append((key, *sources))
-                        break
+            for pair in same:
+                here, there = pair[1].entry, pair[2].entry
+                moved = there.begin - here.begin
+                if not all(
+                    torch.equal(first.octets(begin, end), second.octets(begin + moved, end + moved))
+                    for begin, end in _doubtful(first.digests, second.digests, here, there)
+                ):
+                    found.append(pair)
     return found
 
 

@@ -66,27 +66,23 @@ class Received:
     """What one rank gets of a copy; its tensors are empty memory until :meth:`fill` was called.
 
     Args:
+        document: the rank's own, or those of all ranks as one; see :meth:`_Plan.merged`.
         saved: each state object's content, by name; of distributed tensors this rank's part, plain.
-        kinds: type of each optimizer and scheduler, by name.
-        parameters: what each optimizer steps, in its order, where all ranks saved the same.
         random: the random states.
         cursor: the data cursor.
         note: what is not as it was saved; empty: nothing.
         left: keys of tensors that this rank has no use for though others may; see :func:`require_claimed`.
-        flags: of this rank's modules when they were saved; none in another world.
         views: the tensors are views of whole files; else they have memory of their own.
         targets: memory of the tensors, by key.
         read: reads the tensors from the copy, which is still open.
     """
 
+    document: RankFile
     saved: dict[str, Any]
-    kinds: dict[str, str]
-    parameters: dict[str, list[list[Any]]]
     random: dict[str, Any]
     cursor: Any
     note: str
     left: tuple[str, ...]
-    flags: dict[str, list[str]]
     views: bool
     targets: Mapping[str, Target]
     read: Callable[[], object]
@@ -163,14 +159,12 @@ def open_part(
     states = require_random(decoder.decode(document.random), source)
     states, note = (states, "") if own else _random(states, manifest, identity, commit)
     return Received(
+        document=document,
         saved={key: decoder.decode(value) for key, value in document.values.items()},
-        kinds=document.kinds,
-        parameters=document.parameters,
         random=states,
         cursor=Decoder(MANIFEST, {}).decode(manifest.cursor),
         note=note,
         left=tuple(left),
-        flags=document.flags,
         views=document is own and has_parts,
         targets=targets,
         read=read,
@@ -334,6 +328,8 @@ class _Plan:
     def merged(self) -> RankFile:
         """Return the documents of all ranks as one, with what this rank has use for.
 
+        It has the parameters of the optimizers of which all ranks step the same, and no flags.
+
         Raises:
             CheckpointMismatch: they cannot be put together; names the first few reasons.
         """
@@ -378,7 +374,7 @@ class _Plan:
             keys = [key for key in world.forms if self._own is None or world.in_parts(key)]
             self._problems += world.differences(keys, rank, self._identity.world_size)
             self._refuse()
-            carry_out(folder, world.file, moves, threads)
+            carry_out(folder, moves, threads)
 
         return targets, read
 
@@ -425,8 +421,8 @@ class _Plan:
         Of distributed tensors the live one's memory takes what is read, in its own order.
         """
         world, live = self._world, leaf.live
-        own = self._own is not None and not world.in_parts(leaf.key)
-        entry = world.entry(leaf.key, world.source(leaf.key, self._identity.rank if own else None))
+        source = world.source(leaf.key, None if self._own is None else self._identity.rank)
+        entry = world.stored(leaf.key, source).entry
         if entry.shape == part.shape:
             return entry.strides
         if live is None or distributed(live) or tuple(live.shape) != part.shape:

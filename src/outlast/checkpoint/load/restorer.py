@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,190 +65,177 @@ class Restored:
     notes: tuple[str, ...] = ()
 
 
-class _Attempt:
-    """One rank's part in trying one copy."""
+class Restorer:
+    """One rank's part in restoring once.
+
+    Args:
+        around: this rank's ties to the world.
+        state: the live objects.
+        avoid: marks, see :mod:`outlast.checkpoint.policy.resolve`.
+        groups: of the optimizers, before and during all loads of this process.
+    """
 
     def __init__(
         self,
         around: SaveContext,
-        plan: LoadPlan,
         state: Mapping[str, object],
-        marks: Marks,
-        groups: AddedGroups,
+        avoid: Collection[str],
+        groups: AddedGroups | None = None,
     ) -> None:
         self._around = around
-        self._groups = groups
-        self._plan = plan
-        self._marks = marks
         self._state = state
-        self._received: Received | None = None
-        self.cursor: Any = None  # the data cursor of the copy, once it is applied
-        self.flags: dict[str, list[str]] = {}  # and its flags
-
-    def examine(self) -> dict[str, Any]:
-        """Read and verify this rank's part and compare it with the live objects.
-
-        They stay untouched, but for parameter groups, which can be taken back.
-        """
-        damaged: list[tuple[str, str]] = []
-        tiers = [tier for tier in self._around.tiers if self._serves(tier)]
-        for tier in tiers or [self._around.tier]:
-            try:
-                return {**self._examine_from(tier), "tier": tier.name, "damaged": damaged}
-            except DamagedCopy as error:
-                if tier is tiers[-1]:
-                    raise
-                damaged.append((tier.name, str(error)))
-        raise AssertionError("the last tier returns or raises")
-
-    def needs_disk(self) -> bool:
-        """Say whether no tier in memory serves this rank."""
-        return not any(map(self._serves, self._around.tiers[:-1]))
-
-    def _serves(self, tier: DirectoryTier) -> bool:
-        plan, identity = self._plan, self._around.identity
-        mark = self._marks.of(tier.name, plan.name, plan.commit)
-        if mark is not None and not (plan.suspect and mark.bearing is CopyStatus.SUSPECT):
-            return False
-        if plan.name not in tier.names():
-            return False
-        return serves(inspect(tier, plan.name, ()), identity.rank, identity.world_size)
-
-    def _examine_from(self, tier: DirectoryTier) -> dict[str, Any]:
-        """Examine a tier's copy, first what has landed of it, then what is on disk."""
-        parallel = self._around.parallel
-        if parallel is not None and tier is self._around.tier and parallel.has_landed(self._plan.name):
-            try:
-                with tier.open(self._plan.name) as folder, parallel.over(folder) as landed:
-                    return self._examine_in(landed)
-            except (DamagedCopy, OSError) as error:
-                if isinstance(error, DamagedCopy) and not is_shared(error.damage.file):
-                    raise
-                self._around.record(Note, reason=f"{error}: what has landed in memory is not used")
-        with tier.open(self._plan.name) as folder:
-            return self._examine_in(folder)
-
-    def _examine_in(self, folder: CopyFolder) -> dict[str, Any]:
-        """Examine a copy, through a buffer if one is lent and there are pages for it."""
-        buffers = self._around.buffers
-        if buffers is not None:
-            try:
-                return self._examine_through(folder, buffers.lend)
-            except OSError as error:  # of the disk, or of the memory folder: the second try shows it
-                if not buffers.lends:
-                    raise
-                buffers.take_back()
-                self._around.record(Note, reason=f"{error}: private memory is used for the load")
-        return self._examine_through(folder, lambda *_: None)
-
-    def _examine_through(self, folder: CopyFolder, lend: Lend) -> dict[str, Any]:
-        plan = self._plan
-        try:
-            require_shapes(self._state)
-            received = open_part(
-                folder,
-                plan.name,
-                plan.commit,
-                self._around.identity,
-                self._state,
-                self._around.threads,
-                lend,
-            )
-            for name, holder in self._state.items():
-                if getattr(holder, "outlast_optional", False):
-                    received.saved.setdefault(name, {})
-            self._groups.fit(self._state, received.saved, received.parameters)
-            require_fit(self._state, received.saved, received.kinds, received.parameters)
-            received.fill()
-        except CheckpointMismatch as error:
-            raise CheckpointMismatch(
-                f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
-            ) from error
-        self._received = received
-        return {"nbytes": received.nbytes, "left": received.left}
-
-    def apply(self) -> dict[str, Any]:
-        """Put this rank's part into the live objects."""
-        received = self._received
-        assert received is not None, "examine() came first on every rank"
-        note = received.note
-        self._received, self.cursor = None, received.cursor
-        self.flags = received.flags
-        try:
-            land(self._state, received.saved, self._around.threads, received.views)
-            notes = (note, apply(self._state, received.saved, received.random, received.parameters))
-        except (CheckpointMismatch, RuntimeError) as error:  # a device failed, or has no room
-            raise CheckpointMismatch(
-                f"{self._plan.name} is sound, but {error}; the live objects hold some of it and must not"
-                " be used"
-            ) from error
-        finally:
-            received.saved.clear()
-        return {"note": "; ".join(filter(None, notes)), "copy": f"{self._plan.name} {self._plan.commit}"}
-
-
-class Restorer:
-    """One rank's part in restoring."""
-
-    def __init__(self, around: SaveContext, groups: AddedGroups | None = None) -> None:
-        self._around = around
+        self._avoid = avoid
+        self._marks = Marks(avoid)
         self._groups = groups or AddedGroups()
-        self._looked_at: dict[str, str] = {}  # the copies that some rank sees
+        self._seen: set[str] = set()  # the copies that some rank sees
+        self._unusable: dict[str, str] = {}  # why, by name
+        self._received: Received | None = None  # of the copy that is tried
+        self._cursor: Any = None  # of the copy that was applied, and the flags of this rank's modules
+        self._flags: Mapping[str, list[str]] = {}
 
-    def restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
-        """Load once; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
-        self._groups.begin(state)
+    def restore(self) -> Restored | None:
+        """Load; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""
+        self._groups.begin(self._state)
         try:
-            found = self._restore(state, avoid)
+            return self._restore()
         except BaseException:
             self._groups.undo()
             raise
         finally:
+            self._groups.keep()
+            self._received = None
             if self._around.buffers is not None:
                 self._around.buffers.take_back()
-        self._groups.keep()
-        return found
 
-    def _restore(self, state: Mapping[str, object], avoid: Collection[str]) -> Restored | None:
-        started = self._around.clock.monotonic()
-        recall = Recall(self._around, avoid) if self._around.settings.global_url else None
+    def _restore(self) -> Restored | None:
+        around, started = self._around, self._around.clock.monotonic()
+        recall = Recall(around, self._avoid) if around.settings.global_url else None
         while True:
-            resolution, unusable = self._survey(avoid)
+            resolution = self._survey()
             for plan in resolution.plans:
                 place = None if plan.suspect else (plan.step, plan.generation)
                 if recall is not None and recall.newer(place):
                     break
-                attempt = _Attempt(self._around, plan, state, Marks(avoid), self._groups)
-                parallel = self._around.parallel
-                damaged = parallel and parallel.land(plan.name, plan.commit, attempt.needs_disk)
-                agreed = damaged or self._around.rounds.hold("examined", attempt.examine)
-                if agreed.fine:
-                    self._note_missing(plan, unusable, Marks(avoid).durable)
-                    return self._finish(plan, attempt, agreed, unusable, started)
+                examined = self._examined(plan)
+                if examined.fine:
+                    return self._applied(plan, examined, started)
                 self._groups.undo()
-                unusable[plan.name] = agreed.text
-                self._put_away(plan, agreed)
+                self._unusable[plan.name] = examined.text
+                self._put_away(plan, examined)
             else:
                 if resolution.refusal:
                     raise CheckpointMismatch(resolution.refusal)
                 if recall is None or not recall.newer(None):
                     break
-        self._require_new(resolution, unusable, Marks(avoid).durable)
+        self._require_new(resolution)
         return None
 
-    def _note_missing(self, plan: LoadPlan, unusable: dict[str, str], known: Collection[str]) -> None:
-        """Report newer copies that the run has on disk by what the launcher knows, and that nobody sees."""
-        for name in () if self._around.settings.global_url else known:  # some may be there alone
-            if place_of(name) > (plan.step, plan.generation) and name not in unusable | self._looked_at:
-                unusable[name] = "the run has saved it, and it is not there any more"
+    def _examined(self, plan: LoadPlan) -> Agreed:
+        """Have all ranks read and verify their parts and compare them with the live objects.
 
-    def _require_new(self, resolution: Resolution, unusable: dict[str, str], known: Collection[str]) -> None:
+        These stay untouched, but for parameter groups, which can be taken back.
+        """
+        around = self._around
+        if around.parallel is not None:
+            nearer = around.tiers[:-1]
+            found = around.parallel.land(plan.name, plan.commit, lambda: not self._serving(plan, nearer))
+            if found is not None:
+                return found
+
+        def examine() -> dict[str, Any]:
+            damaged: list[tuple[str, str]] = []
+            *others, last = self._serving(plan, around.tiers) or [around.tier]
+            for tier in others:
+                try:
+                    return {**self._examine(plan, tier), "damaged": damaged}
+                except DamagedCopy as error:
+                    damaged.append((tier.name, str(error)))
+            return {**self._examine(plan, last), "damaged": damaged}
+
+        return around.rounds.hold("examined", examine)
+
+    def _serving(self, plan: LoadPlan, tiers: Iterable[DirectoryTier]) -> list[DirectoryTier]:
+        """Return the tiers that have a copy for this rank against which nothing speaks."""
+        identity, found = self._around.identity, []
+        for tier in tiers:
+            mark = self._marks.of(tier.name, plan.name, plan.commit)
+            fits = mark is None or (plan.suspect and mark.bearing is CopyStatus.SUSPECT)
+            if fits and plan.name in tier.names():
+                copy = inspect(tier, plan.name, ())
+                found += [tier] if serves(copy, identity.rank, identity.world_size) else []
+        return found
+
+    def _examine(self, plan: LoadPlan, tier: DirectoryTier) -> dict[str, Any]:
+        """Examine a tier's copy, first what has landed of it, then what is on disk."""
+        parallel = self._around.parallel
+        with tier.open(plan.name) as folder:
+            if parallel is not None and tier is self._around.tier and parallel.has_landed(plan.name):
+                try:
+                    with parallel.over(folder) as landed:
+                        received = self._received = self._read(plan, landed)
+                    return {"nbytes": received.nbytes, "left": received.left, "tier": tier.name}
+                except (DamagedCopy, OSError) as error:
+                    if isinstance(error, DamagedCopy) and not is_shared(error.damage.file):
+                        raise
+                    self._around.record(Note, reason=f"{error}: what has landed in memory is not used")
+            received = self._received = self._read(plan, folder)
+        return {"nbytes": received.nbytes, "left": received.left, "tier": tier.name}
+
+    def _read(self, plan: LoadPlan, folder: CopyFolder) -> Received:
+        """Read a copy, through a buffer if one is lent and there are pages for it."""
+        buffers = self._around.buffers
+        if buffers is not None:
+            try:
+                return self._read_through(plan, folder, buffers.lend)
+            except OSError as error:  # of the disk, or of the memory folder: the second try shows it
+                if not buffers.lends:
+                    raise
+                buffers.take_back()
+                self._around.record(Note, reason=f"{error}: private memory is used for the load")
+        return self._read_through(plan, folder, lambda *_: None)
+
+    def _read_through(self, plan: LoadPlan, folder: CopyFolder, lend: Lend) -> Received:
+        around, state = self._around, self._state
+        try:
+            require_shapes(state)
+            received = open_part(folder, plan.name, plan.commit, around.identity, state, around.threads, lend)
+            for name, holder in state.items():
+                if getattr(holder, "outlast_optional", False):
+                    received.saved.setdefault(name, {})
+            kinds, parameters = received.document.kinds, received.document.parameters
+            self._groups.fit(state, received.saved, parameters)
+            require_fit(state, received.saved, kinds, parameters)
+            received.fill()
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{plan.name} is sound but does not fit: {error}; nothing was loaded or changed"
+            ) from error
+        return received
+
+    def _apply(self, plan: LoadPlan) -> dict[str, Any]:
+        """Put this rank's part into the live objects."""
+        received = self._received
+        assert received is not None, "it was examined on every rank"
+        document = received.document
+        self._received, self._cursor, self._flags = None, received.cursor, document.flags
+        try:
+            land(self._state, received.saved, self._around.threads, received.views)
+            note = apply(self._state, received.saved, received.random, document.parameters)
+        except (CheckpointMismatch, RuntimeError, OSError) as error:  # a device failed, or there is no room
+            raise CheckpointMismatch(
+                f"{plan.name} is sound, but {error}; the live objects hold some of it and must not be used"
+            ) from error
+        finally:
+            received.saved.clear()
+        return {"note": "; ".join(filter(None, (received.note, note))), "copy": f"{plan.name} {plan.commit}"}
+
+    def _require_new(self, resolution: Resolution) -> None:
         """Check that a run of which nothing can be loaded has never saved.
 
         Raises:
-            NoUsableCheckpoint: it has; ``known`` are copies that it has on disk by what the launcher knows.
+            NoUsableCheckpoint: it has, by what is there or by what the launcher knows.
         """
-        torn = self._around.torn
+        torn, unusable, known = self._around.torn, self._unusable, self._marks.durable
         for one in torn:
             seen = unusable.setdefault(one.name, one.reason)
             if one.missing and seen != one.reason:
@@ -260,7 +247,7 @@ class Restorer:
                 " saved does not start anew by itself; put them back, or name another folder (--run-dir) if"
                 " that is what you want"
             )
-        if not unusable or (not known and self._never_complete(resolution, unusable)):
+        if not unusable or (not known and self._never_complete(resolution)):
             return
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
         again = (
@@ -274,7 +261,7 @@ class Restorer:
             f" not start anew by itself; {again}name an empty folder if that is what you want:{listed}"
         )
 
-    def _never_complete(self, resolution: Resolution, unusable: Mapping[str, str]) -> bool:
+    def _never_complete(self, resolution: Resolution) -> bool:
         """Say whether all there is are parts of the first save of all, which some node never completed.
 
         A node keeps its newest two parts; where nobody has more than one, there was no save before. A node
@@ -282,21 +269,17 @@ class Restorer:
         """
         torn = self._around.torn
         parts = {one.name for one in resolution.excluded if one.incomplete} | {one.name for one in torn}
-        if len(parts) != 1 or unusable.keys() != parts or any(one.why for one in torn):
+        if len(parts) != 1 or self._unusable.keys() != parts or any(one.why for one in torn):
             return False
         [name] = parts
-        self._around.record(
-            Note, reason=f"{name} was the first save and never complete ({unusable[name]}): a new start"
-        )
+        reason = f"{name} was the first save and never complete ({self._unusable[name]}): a new start"
+        self._around.record(Note, reason=reason)
         return True
 
-    def _survey(self, avoid: Collection[str]) -> tuple[Resolution, dict[str, str]]:
-        """Return what to try, and why each other copy cannot be used."""
-        around = self._around
-        tier = around.tier
-        marks = Marks(avoid)
+    def _survey(self) -> Resolution:
+        """Return what to try; note why each other copy cannot be used."""
+        around, tier = self._around, self._around.tier
         rank, world_size = around.identity.rank, around.identity.world_size
-
         deadline = time.monotonic() + OUTAGE_SECONDS  # for all of it
 
         def seen(each: DirectoryTier, name: str) -> Copy | None:
@@ -316,23 +299,23 @@ class Restorer:
                     found = seen(each, name)
                     if found is None or not serves(found, rank, world_size):
                         continue
-                    copies[name] = preferred([copies[name], found], marks) if name in copies else found
+                    copies[name] = preferred([copies.get(name, found), found], self._marks)
             return {"copies": codec.values_of(tuple(copies.values())), "quarantined": tier.quarantined()}
 
         agreed = around.rounds.hold("inventory", look)
         agreed.raise_common(CheckpointError)
         inventories = [codec.convert(report.data["copies"], tuple[Copy, ...]) for report in agreed.reports]
-        resolution = resolve(inventories, avoid, around.identity.run_id)
-        self._looked_at = {copy.name: "" for inventory in inventories for copy in inventory}
-        unusable = {
+        resolution = resolve(inventories, self._avoid, around.identity.run_id)
+        self._seen = {copy.name for inventory in inventories for copy in inventory}
+        self._unusable = {
             f"quarantine/{name}": reason
             for report in agreed.reports
             for name, reason in report.data["quarantined"].items()
         }
         for excluded in resolution.excluded:
-            unusable[excluded.name] = excluded.reason
+            self._unusable[excluded.name] = excluded.reason
             self._exclude(excluded)
-        return resolution, unusable
+        return resolution
 
     def _put_away(self, plan: LoadPlan, agreed: Agreed) -> None:
         """Deal with a copy that some rank could not read, or raise when no other copy may be tried.
@@ -367,14 +350,8 @@ class Restorer:
         if not excluded.aside:
             around.record(Note, reason=f"{name} is passed over: {reason}")
             return
-        damage = excluded.damage or Damage("", "", "")
-        note = {
-            "name": name,
-            "reason": reason,
-            "rank": excluded.rank,
-            **vars(damage),
-            "time": around.clock.wall(),
-        }
+        damage = vars(excluded.damage or Damage("", "", ""))
+        note = {"name": name, "reason": reason, "rank": excluded.rank, **damage, "time": around.clock.wall()}
         try:
             around.tier.quarantine(name, note)
         except OSError as error:
@@ -384,64 +361,58 @@ class Restorer:
         else:
             around.record(Quarantined, step=excluded.step, checkpoint=name, reason=reason)
 
-    def _finish(
-        self, plan: LoadPlan, attempt: _Attempt, examined: Agreed, unusable: Mapping[str, str], started: float
-    ) -> Restored:
-        around = self._around
+    def _applied(self, plan: LoadPlan, examined: Agreed, started: float) -> Restored:
+        """Have all ranks put their parts into the live objects, and record it."""
+        around, unusable = self._around, self._unusable
+        for name in () if around.settings.global_url else self._marks.durable:  # some may be there alone
+            if place_of(name) > (plan.step, plan.generation) and name not in unusable.keys() | self._seen:
+                unusable[name] = "the run has saved it, and it is not there any more"
         try:
             require_claimed([report.data["left"] for report in examined.reports])
         except CheckpointMismatch as error:
             raise CheckpointMismatch(f"{plan.name} is sound but does not fit: {error}") from error
-        applied = around.rounds.hold("applied", attempt.apply)
-        if applied.worst[1].outcome in (Outcome.DAMAGED, Outcome.SYSTEM):
-            raise OutlastError(
-                f"{plan.name} was sound when it was verified and could not be read again: {applied.text};"
-                " the live objects hold some of it and must not be used; start again, and restore anew"
-            ) from applied.error
-        if not applied.fine:
-            applied.raise_common(CheckpointMismatch)
+        applied = around.rounds.hold("applied", lambda: self._apply(plan))
+        applied.raise_common(CheckpointMismatch)
         copies = {report.data["copy"] for report in applied.reports}
         if len(copies) > 1:
             raise OutlastError(
                 f"ranks restored different copies: one expected, {some(sorted(copies))} found; the live"
                 " objects must not be used; start again, and restore anew"
             )
-        nbytes = sum(report.data["nbytes"] for report in examined.reports)
-        seconds = around.clock.monotonic() - started
-        self._note_sources(plan, examined)
+        self._drop_damaged(plan, examined)
         before = [f"{name} ({why})" for name, why in unusable.items() if not name.startswith("quarantine/")]
         tiers = sorted({report.data["tier"] for report in examined.reports})
-        reason = f"{plan.reason}, from {' and '.join(tiers)}" + (
-            f"; passed over: {'; '.join(before)}" if before else ""
+        passed = f"; passed over: {'; '.join(before)}" if before else ""
+        restored = Restored(
+            plan.step,
+            plan.name,
+            self._cursor,
+            nbytes=sum(report.data["nbytes"] for report in examined.reports),
+            seconds=around.clock.monotonic() - started,
+            tier="+".join(tiers),
+            flags=self._flags,
+            notes=_lines([report.data["note"] for report in applied.reports]),
         )
         around.record(
             Loaded,
             step=plan.step,
             checkpoint=plan.name,
-            nbytes=nbytes,
-            seconds=seconds,
-            reason=reason,
+            nbytes=restored.nbytes,
+            seconds=restored.seconds,
+            reason=f"{plan.reason}, from {' and '.join(tiers)}{passed}",
             places=tuple(f"{tier}/{plan.name}" for tier in tiers),
             digest=plan.digest,
         )
-        for one in around.torn:
-            if one.missing and one.why:
-                around.record(Note, reason=f"{one.name} is newer and was not loaded: {one.reason}")
-        notes: dict[str, list[int]] = {}
-        for rank, report in enumerate(applied.reports):
-            if report.data["note"]:
-                notes.setdefault(report.data["note"], []).append(rank)
-        lines = tuple(
-            note if len(ranks) == len(applied.reports) else f"rank {some(ranks)}: {note}"
-            for note, ranks in notes.items()
-        )
-        for line in lines:
+        newer = [one for one in around.torn if one.missing and one.why]
+        for line in (
+            *(f"{one.name} is newer and was not loaded: {one.reason}" for one in newer),
+            *restored.notes,
+        ):
             around.record(Note, reason=line)
-        about = (nbytes, seconds, "+".join(tiers), attempt.flags, lines)
-        return Restored(plan.step, plan.name, attempt.cursor, *about)
+        return restored
 
-    def _note_sources(self, plan: LoadPlan, examined: Agreed) -> None:
-        """Drop damaged copies in memory for which another tier's was loaded, and say so."""
+    def _drop_damaged(self, plan: LoadPlan, examined: Agreed) -> None:
+        """Drop damaged copies in memory for which another tier's was loaded, and record that."""
         around = self._around
         for rank, report in enumerate(examined.reports):
             for tier, why in report.data["damaged"]:
@@ -455,3 +426,15 @@ class Restorer:
         for tier in self._around.tiers[:-1]:
             with contextlib.suppress(OSError):
                 tier.discard(name)
+
+
+def _lines(notes: Sequence[str]) -> tuple[str, ...]:
+    """Return the notes of the ranks, each once, with the ranks if not all have it."""
+    having: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        having.setdefault(note, []).append(rank)
+    return tuple(
+        note if len(ranks) == len(notes) else f"rank {some(ranks)}: {note}"
+        for note, ranks in having.items()
+        if note
+    )

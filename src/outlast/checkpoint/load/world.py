@@ -31,7 +31,7 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
     some,
 )
-from outlast.checkpoint.policy.table import Cut, Form, Shard, Table, TensorEntry
+from outlast.checkpoint.policy.table import Cut, Form, Shard, Table
 from outlast.checkpoint.tiers.inventory import read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder
 from outlast.errors import UsageError
@@ -136,7 +136,7 @@ class World:
         self._folder = folder
         self._documents: dict[int, RankFile] = {}
         self._shared: dict[int, Shard] = {}
-        self._entries: dict[int, dict[str, TensorEntry]] = {}
+        self._shards: dict[int, Shard] = {}
         self._group_of: dict[int, _Group] = {}
         self._having: dict[str, list[_Group]] = {}
         self.names = tuple(name.removeprefix(STATE) for name in manifest.contents if name.startswith(STATE))
@@ -179,16 +179,15 @@ class World:
         """Return all contents of a state object, each with the first rank that has it."""
         return [(rank, file.values[name]) for rank, file in self.differing(STATE + name)]
 
-    def file(self, source: int) -> FileEntry:
-        """Return a safetensors file: of a rank, or behind the ranks one that all share."""
+    def _file(self, source: int) -> FileEntry:
         first = self.manifest.world_size
         of = self.manifest.of_rank(source) if source < first else self.manifest.of_shared(source - first)
         return of[0]
 
     def _named(self, source: int) -> str:
-        """Return whose file it is, for messages; see :meth:`file`."""
+        """Return whose file it is, for messages."""
         own = source < self.manifest.world_size
-        return f"rank {source}" if own else f"the ranks that share {self.file(source).name}"
+        return f"rank {source}" if own else f"the ranks that share {self._file(source).name}"
 
     def source(self, key: str, rank: int | None = None) -> int:
         """Return the number of the file in which a rank has a tensor; None: the first rank that has it."""
@@ -226,15 +225,15 @@ class World:
                 found[part] = sorted((*found[part], *sources)) if part in found else sources
         return [Held(part, sources) for part, sources in found.items()]
 
-    def entry(self, key: str, source: int) -> TensorEntry:
-        """Return where a tensor is in a file."""
-        if source not in self._entries:
-            group = self._group_of[source]
+    def stored(self, key: str, source: int) -> Stored:
+        """Return where a tensor is in the file of a number."""
+        if source not in self._shards:
+            group, file = self._group_of[source], self._file(source)
             row = group.rows[source]
-            self._entries[source] = group.table.entries(
-                MANIFEST, self.file(source), row.begin, row.coordinates
-            )
-        return self._entries[source][key]
+            entries = group.table.entries(MANIFEST, file, row.begin, row.coordinates)
+            self._shards[source] = Shard(file, group.table, entries)
+        shard = self._shards[source]
+        return Stored(source, shard.file, shard.tensors[key])
 
     def moves(self, key: str, target: Target, reader: int, own: bool = False) -> tuple[list[Move], str]:
         """Find what to read for a target.
@@ -243,16 +242,13 @@ class World:
             key: of the tensor.
             target: what to fill.
             reader: the rank that reads; of equal parts each reader takes another one.
-            own: the reader takes its own where no rank has less than the whole tensor.
+            own: the reader is the saved rank of that number, and takes its own where it has it.
 
         Returns:
             What to read, and why it is not all; empty when it is.
         """
-        wanted = target.part
-        if own and not self.in_parts(key):
-            held = [Held(wanted, (self.source(key, reader),))]
-        else:
-            held = self.held(key, wanted)
+        wanted, mine = target.part, self.source(key, reader) if own else -1
+        held = self.held(key, wanted)
         taken, missing = cover(wanted, [each.part for each in held])
         commons = (each.part.overlap(wanted) for each in held)
         if sum(common.numel for common in commons if common) > sum(part.numel for _, part in taken):
@@ -263,8 +259,8 @@ class World:
         moves = []
         for place, part in taken:
             sources = held[place].sources
-            source = sources[reader % len(sources)]
-            moves.append(Move(Stored(source, self.entry(key, source)), part, target))
+            source = mine if mine in sources else sources[reader % len(sources)]
+            moves.append(Move(self.stored(key, source), part, target))
         return moves, ""
 
     def pairs(self, keys: Collection[str], reader: int, readers: int) -> list[tuple[str, Stored, Stored]]:
@@ -289,8 +285,7 @@ class World:
                 for same, (one, *_) in self.held(key, part):
                     alike = self._group_of[one].table.forms[key].text == form.text
                     if same == part and one != source and alike:
-                        stored = [Stored(each, self.entry(key, each)) for each in (one, source)]
-                        found.append((key, stored[0], stored[1]))
+                        found.append((key, self.stored(key, one), self.stored(key, source)))
         return found
 
     def differences(self, keys: Collection[str], reader: int, readers: int) -> list[str]:
@@ -302,8 +297,9 @@ class World:
         """
         pairs = self.pairs(keys, reader, readers)
         return [
-            f"{key} is not the same on {self._named(one)} and on {self._named(other)}, which saved it"
-            for key, one, other in differing(self._folder, self.file, pairs)
+            f"{key} is not the same on {self._named(one.source)} and on {self._named(other.source)}, which"
+            " saved it"
+            for key, one, other in differing(self._folder, pairs)
         ]
 
 

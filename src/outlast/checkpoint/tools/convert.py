@@ -124,7 +124,7 @@ class _Saved:
             if why:
                 raise CheckpointMismatch(f"{why}; nothing was written")
             moves += found
-        carry_out(self.folder, self.world.file, moves, share_of_processors(1))
+        carry_out(self.folder, moves, share_of_processors(1))
 
 
 @contextmanager
