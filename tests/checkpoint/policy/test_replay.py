@@ -50,8 +50,8 @@ def test_both_ends_were_seen_even_where_a_difference_healed(
 @pytest.mark.parametrize(
     ("wrong", "known", "found"),
     [
-        (6, {}, Bracket(5, 6, (8, 6))),
-        (7, {}, Bracket(6, 7, (8, 6, 7))),
+        (6, {}, Bracket(5, 6, (8, 7, 6))),
+        (7, {}, Bracket(6, 7, (8, 7, 6))),
         (8, {6: True}, Bracket(7, 8, (8, 7))),
         (6, {6: False}, Bracket(5, 6, ())),
         (8, {6: True, 7: True, 8: False}, Bracket(7, 8, ())),

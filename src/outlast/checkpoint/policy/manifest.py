@@ -12,7 +12,6 @@ import json
 import math
 import operator
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -108,11 +107,14 @@ def are_runs(contents: Contents, count: int) -> bool:
     )
 
 
+def columns_of(contents: Contents) -> dict[str, list[str]]:
+    """Return the digest that each document has of a content, by name; "": none."""
+    return {name: [run.digest for run in runs for _ in range(run.ranks)] for name, runs in contents.items()}
+
+
 def expanded(contents: Contents) -> list[dict[str, str]]:
     """Return what :func:`runs_of` was given."""
-    columns = {
-        name: [run.digest for run in runs for _ in range(run.ranks)] for name, runs in contents.items()
-    }
+    columns = columns_of(contents)
     return [
         {name: digest for name, digest in zip(columns, row, strict=True) if digest}
         for row in zip(*columns.values(), strict=True)
@@ -261,11 +263,9 @@ class Manifest:
         Raises:
             DamagedCopy: the manifest does not list its files.
         """
-        ranks = self.ranks
-        at = bisect_left(ranks, rank)
-        if at == len(ranks) or ranks[at] != rank:
+        if rank not in self.ranks:
             raise DamagedCopy(Damage(MANIFEST, f"files of rank {rank}", "none"))
-        return self.own[at]
+        return self.own[self.ranks.index(rank)]
 
     def of_rank(self, rank: int) -> tuple[FileEntry, FileEntry, FileEntry]:
         """Return the entries of a rank's files: tensors, digests, document; see :meth:`row`."""
@@ -283,29 +283,20 @@ class Manifest:
         return self.shared[number].entries(alike_files(number, count))
 
     @cached_property
-    def _ends(self) -> dict[str, list[int]]:
-        """Where each run of :attr:`contents` ends."""
-        return {
-            name: list(itertools.accumulate(run.ranks for run in runs))
-            for name, runs in self.contents.items()
-        }
+    def _columns(self) -> dict[str, list[str]]:
+        return columns_of(self.contents)
 
     def contents_of(self, rank: int) -> dict[str, str]:
         """Return the digests of the contents of the document of one of the ranks, by name."""
-        at = bisect_left(self.ranks, rank)
-        found = {
-            name: self.contents[name][bisect_right(ends, at)].digest for name, ends in self._ends.items()
-        }
-        return {name: digest for name, digest in found.items() if digest}
+        at = self.ranks.index(rank)
+        return {name: column[at] for name, column in self._columns.items() if column[at]}
 
     def alike(self, content: str) -> dict[str, list[int]]:
         """Return the ranks that have a content, by its digest in their documents."""
         found: dict[str, list[int]] = {}
-        begin = 0
-        for count, digest in self.contents.get(content, ()):
+        for rank, digest in zip(self.ranks, self._columns.get(content, ()), strict=False):
             if digest:
-                found.setdefault(digest, []).extend(self.ranks[begin : begin + count])
-            begin += count
+                found.setdefault(digest, []).append(rank)
         return found
 
     def parts(self) -> dict[int, tuple[Row, dict[str, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,8 @@ def plan(
         if behind:
             start, reason = max(behind), "the newest proven copy with something to compare behind it"
         elif copies:
-            start, reason = (
-                min(copies),
-                "the oldest copy: none that is proven has something to compare behind it",
-            )
+            start = min(copies)
+            reason = "the oldest copy: none that is proven has something to compare behind it"
         else:
             start, reason = 0, "the beginning: there is no copy"
     elif start and start not in copies:
@@ -114,10 +113,5 @@ def bisect(
     if look(high):
         return Bracket(steps[high], None, tuple(probes))
     low = max((at for at in range(high) if said.get(steps[at])), default=-1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if look(middle):
-            low = middle
-        else:
-            high = middle
-    return Bracket(start if low < 0 else steps[low], steps[high], tuple(probes))
+    wrong = bisect_left(range(high), True, low + 1, key=lambda at: not look(at))
+    return Bracket(steps[wrong - 1] if wrong else start, steps[wrong], tuple(probes))

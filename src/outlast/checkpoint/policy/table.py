@@ -156,7 +156,7 @@ class Table:
         aliases: keys of tied tensors, each with the key under which its bytes are stored.
     """
 
-    meshes: tuple[tuple[int, ...], ...]
+    meshes: tuple[_Mesh, ...]
     forms: dict[str, Form]
     aliases: dict[str, str]
 
@@ -172,25 +172,24 @@ class Table:
             DamagedCopy: it is none.
         """
         try:
-            meshes = codec.convert(fields.value("meshes", list), tuple[_Mesh, ...])
-            forms = codec.convert(fields.value("tensors", dict), dict[str, Form])
-            aliases = codec.convert(fields.value("aliases", dict), dict[str, str])
+            names = {"meshes": "meshes", "forms": "tensors", "aliases": "aliases"}
+            found = codec.convert({name: fields.values.get(one) for name, one in names.items()}, cls)
         except Malformed as error:
             fields.refuse("tensors", "a table", str(error))
         ranks = Fields(fields.source, fields.mapping("identity")).count("world_size")
-        if any(math.prod(mesh) > ranks for mesh in meshes):
-            fields.refuse("meshes", f"of at most {ranks} ranks", str(meshes))
-        for key, form in forms.items():
-            problem = form.problem(meshes)
+        if any(math.prod(mesh) > ranks for mesh in found.meshes):
+            fields.refuse("meshes", f"of at most {ranks} ranks", str(found.meshes))
+        for key, form in found.forms.items():
+            problem = form.problem(found.meshes)
             if problem:
                 fields.refuse(key, f"the form of a tensor {form.text}", problem)
-        for key, target in aliases.items():
-            if target not in forms and target not in borrowed:
+        for key, target in found.aliases.items():
+            if target not in found.forms and target not in borrowed:
                 fields.refuse(f"aliases.{key}", "the key of a tensor", repr(target))
-        both = forms.keys() & borrowed.keys()
+        both = found.forms.keys() & borrowed.keys()
         if both:
             fields.refuse("borrowed", "tensors that are not in the rank's own file, too", min(both))
-        return cls(meshes, forms, aliases)
+        return found
 
     def entries(
         self, source: str, file: FileEntry, begin: int, coordinates: Sequence[Sequence[int]]
