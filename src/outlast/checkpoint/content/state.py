@@ -12,11 +12,11 @@ script has released.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -39,6 +39,7 @@ from outlast.checkpoint.policy.table import in_order
 from outlast.errors import UsageError
 from outlast.ports import Stateful
 
+T = TypeVar("T")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _LAZY = "has no shape yet; pass a batch through a lazy module before session.restore"
 _RESERVED = "__metadata__"  # safetensors' own key
@@ -294,6 +295,27 @@ class Capturer:
         if geometry is None or described != self._stepped[0]:
             self._stepped = described, parameters_of(state)
         return self._stepped[1]
+
+
+class Derived(Generic[T]):
+    """What was derived last, for as long as that from which it was derived stays the same.
+
+    An object that is given again is not compared any further.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[object, T] | None = None
+
+    def of(self, basis: object, derive: Callable[[], T]) -> T:
+        """Return what a basis leads to.
+
+        Args:
+            basis: compared with the one before.
+            derive: called if it is another one.
+        """
+        if self._known is None or (self._known[0] is not basis and self._known[0] != basis):
+            self._known = basis, derive()
+        return self._known[1]
 
 
 def capture(state: Mapping[str, object]) -> Captured:

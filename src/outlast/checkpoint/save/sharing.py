@@ -21,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 from outlast.agreement.worker.reports import Agreed, Outcome, Rounds
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
 from outlast.checkpoint.content.rank_file import whose_alike
-from outlast.checkpoint.content.state import Captured, capture
+from outlast.checkpoint.content.state import Captured, Derived, capture
 from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.typed_json import dtype_name
 from outlast.checkpoint.policy.manifest import Identity, some
@@ -143,22 +143,17 @@ class Sharing:
         self._report = report
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
         self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
-        self._same: tuple[object, object, list[str]] = (None, None, [])  # for a state's form, and for these
+        self._same = Derived[list[str]]()  # keys of a state's tensors that have these forms
         self._own = own if own < len(self._files) else -1
         self._notes = notes_of_alike(0, identity)
-        self._layouts = [lay_out({key: held[key] for key in keys}, self._notes) for keys in self._files]
+        self._alike = frozenset(held)  # what ranks held alike at the latest save
+        self._layouts = Derived[list[Layout]]()
+        self.nbytes = 0 if self._own < 0 else self._laid_out(held)[self._own].nbytes  # of that file
         self.buffers = None if self._own < 0 else buffers(self._own, len(self._files))
         self._step = -1  # of the latest save
         self._mine: dict[str, int] = {}  # digests of this rank at that save, of what ranks may hold alike
-        self._alike = frozenset(held)  # what ranks held alike at that save
-        self._laid_out = self._alike  # what the layouts have
         self._unlike_saves = 0  # in a row, with the same tensors
         self.waited = 0.0  # seconds, for the other ranks at that save
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the file that this rank writes."""
-        return self._layouts[self._own].nbytes
 
     def share(
         self, capture: Callable[[Mapping[str, object]], Captured], state: Mapping[str, object], step: int
@@ -212,10 +207,10 @@ class Sharing:
 
     def _digests(self, captured: Captured) -> dict[str, int]:
         """Return the digests of the tensors that still have the form in which ranks held them alike."""
-        form, forms, keys = self._same
-        if form is not captured.form or forms is not self._forms:
-            keys = [key for key, one in self._forms.items() if one == _form_of(captured, key)]
-            self._same = captured.form, self._forms, keys
+        keys = self._same.of(
+            (captured.form, self._forms),
+            lambda: [key for key, one in self._forms.items() if one == _form_of(captured, key)],
+        )
         numbers = digests_of([captured.tensors[key] for key in keys], self._spread)
         return dict(zip(keys, numbers, strict=True))
 
@@ -233,17 +228,20 @@ class Sharing:
 
     def _part(self, captured: Captured, step: int) -> Share:
         notes = notes_of_alike(step, self._identity)
-        if self._alike == self._laid_out:
-            self._layouts = [readdress(layout, self._notes, notes) for layout in self._layouts]
-        else:
-            here = [[key for key in keys if key in self._alike] for keys in self._files]
-            self._layouts = [lay_out({key: captured.tensors[key] for key in keys}, notes) for keys in here]
-            self._laid_out = self._alike
-        self._notes = notes
-        borrowed = {key: number for number, layout in enumerate(self._layouts) for key in layout.entries}
+        layouts = [readdress(one, self._notes, notes) for one in self._laid_out(captured.tensors)]
+        borrowed = {key: number for number, layout in enumerate(layouts) for key in layout.entries}
         if not borrowed:
             return NO_PART
-        return Share(tuple(self._layouts), self._own, borrowed, self._mine, self.buffers)
+        return Share(tuple(layouts), self._own, borrowed, self._mine, self.buffers)
+
+    def _laid_out(self, tensors: Mapping[str, torch.Tensor]) -> list[Layout]:
+        """Return the layouts of all files, with what ranks hold alike."""
+
+        def lay_out_all() -> list[Layout]:
+            here = [[key for key in keys if key in self._alike] for keys in self._files]
+            return [lay_out({key: tensors[key] for key in keys}, self._notes) for keys in here]
+
+        return self._layouts.of(self._alike, lay_out_all)
 
 
 def _form_of(captured: Captured, key: str) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from outlast.checkpoint.content.format import (
 )
 from outlast.checkpoint.content.memory import as_tensor
 from outlast.checkpoint.content.rank_file import document_of, text_of, whose_alike
-from outlast.checkpoint.content.state import Captured
+from outlast.checkpoint.content.state import Captured, Derived
 from outlast.checkpoint.content.tensor_digest import Mark, digest_of_copy, is_marked, marks_of
 from outlast.checkpoint.content.transfers import CopyPlan
 from outlast.checkpoint.content.typed_json import Encoder
@@ -118,17 +120,6 @@ class _Copying:
                     yield key
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """A layout, and of what."""
-
-    form: object
-    borrowed: frozenset[str]
-    kinds: list[tuple[Any, ...]]
-    notes: dict[str, str]
-    layout: Layout
-
-
 class RankLayout:
     """Places a rank's own tensors in its file: as the last time, if their forms are equal.
 
@@ -138,7 +129,9 @@ class RankLayout:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._known: _LaidOut | None = None
+        self._notes = notes_of(0, identity)
+        self._kinds = Derived[list[tuple[Any, ...]]]()
+        self._layout = Derived[Layout]()
 
     def of(self, captured: Captured, borrowed: Collection[str], step: int) -> Layout:
         """Return the layout of a state's own tensors, without those in other files.
@@ -148,36 +141,17 @@ class RankLayout:
             borrowed: keys of the tensors in other files.
             step: completed steps.
         """
-        notes, pieces, known = notes_of(step, self._identity), captured.pieces, self._known
-        apart = frozenset(borrowed)
-        if known is None or known.form is not captured.form or known.borrowed != apart:
-            own = {key: one for key, one in captured.tensors.items() if key not in apart}
-            kinds = [(key, one.dtype, one.shape, one.stride(), pieces.get(key)) for key, one in own.items()]
-            if known is None or known.kinds != kinds:
-                known = _LaidOut(captured.form, apart, kinds, notes, lay_out(own, notes, pieces))
-            else:
-                known = replace(known, form=captured.form, borrowed=apart)
-            self._known = known
-        return readdress(known.layout, known.notes, notes)
+        apart, pieces = frozenset(borrowed), captured.pieces
 
+        def own() -> Iterator[tuple[str, torch.Tensor]]:
+            return ((key, one) for key, one in captured.tensors.items() if key not in apart)
 
-@dataclass(frozen=True)
-class _Route:
-    """How some of the tensors of one form come into a file.
-
-    Args:
-        form: of the state.
-        entries: of the file.
-        late: which of the tensors are copied late.
-        keys: of the tensors that this route copies: the late ones, or all others.
-        plan: of their copy.
-    """
-
-    form: object
-    entries: Mapping[str, TensorEntry]
-    late: Collection[str]
-    keys: Sequence[str]
-    plan: CopyPlan
+        kinds = self._kinds.of(
+            (captured.form, apart),
+            lambda: [(key, one.dtype, one.shape, one.stride(), pieces.get(key)) for key, one in own()],
+        )
+        layout = self._layout.of(kinds, lambda: lay_out(dict(own()), self._notes, pieces))
+        return readdress(layout, self._notes, notes_of(step, self._identity))
 
 
 class Stager:
@@ -216,8 +190,8 @@ class Stager:
         self._finishing: threading.Thread | None = None  # the latest save
         atexit.register(self._join, _EXIT_PATIENCE)  # a script that ends or raises has still been saved
         self._unreported: OSError | None = None
-        self._routes: dict[tuple[int, bool], _Route] = {}
-        self._late: tuple[tuple[object, list[bool]], frozenset[str]] = ((None, []), frozenset())
+        self._plans = defaultdict[tuple[int, bool], Derived[tuple[list[str], CopyPlan]]](Derived)
+        self._late = Derived[frozenset[str]]()
         self.began = ""  # the copy that this generation began from
 
     def close(self) -> None:
@@ -306,29 +280,23 @@ class Stager:
     def _copy(self, threads: int, copying: _Copying, late: bool) -> None:
         """Copy what is copied late, or all else."""
         captured = copying.taken.captured
+
+        def plan(entries: Mapping[str, TensorEntry]) -> tuple[list[str], CopyPlan]:
+            keys = [key for key in entries if (key in copying.late) is late]
+            return keys, CopyPlan.of(
+                [captured.tensors[key] for key in keys], [entries[key].begin for key in keys]
+            )
+
         for number, (layout, buffer) in enumerate(copying.files):
-            route = self._routes.get((number, late))
-            if route is None or not (
-                route.form is captured.form and route.entries is layout.entries and route.late == copying.late
-            ):
-                entries = layout.entries
-                keys = [key for key in entries if (key in copying.late) is late]
-                plan = CopyPlan.of(
-                    [captured.tensors[key] for key in keys], [entries[key].begin for key in keys]
-                )
-                route = _Route(captured.form, entries, copying.late, keys, plan)
-                self._routes[number, late] = route
-            here = [captured.tensors[key] for key in route.keys]
-            route.plan.copy(here, as_tensor(buffer.memory), threads)
+            basis = captured.form, layout.entries, copying.late
+            keys, route = self._plans[number, late].of(basis, functools.partial(plan, layout.entries))
+            route.copy([captured.tensors[key] for key in keys], as_tensor(buffer.memory), threads)
 
     def _late_keys(self, state: Mapping[str, object], captured: Captured) -> frozenset[str]:
         """Return the keys of the tensors that nothing but an optimizer's step changes."""
         replayed = [_is_capturable(one) for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        known, late = self._late
-        if known[0] is not captured.form or known[1] != replayed:
-            late = frozenset(_of_optimizers(state, captured))
-            self._late = (captured.form, replayed), late
-        return late
+        basis = captured.form, replayed
+        return self._late.of(basis, lambda: frozenset(_of_optimizers(state, captured)))
 
     def _finish(self, copying: _Copying, blocked: float) -> None:
         """Copy the tensors of lazy staging, and mark the buffers as complete."""
