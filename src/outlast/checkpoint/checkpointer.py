@@ -33,10 +33,9 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
 )
 from outlast.checkpoint.save.buffers import Buffers
-from outlast.checkpoint.save.fingerprint import Fingerprint
-from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, introduce, with_room
+from outlast.checkpoint.save.rendezvous import POLL, Place, SaveRendezvous, introduce, poll, with_room
 from outlast.checkpoint.save.sharing import NO_PART, Sharing, compare, digesters
-from outlast.checkpoint.save.staging import Order, RankLayout, Stager, Taken
+from outlast.checkpoint.save.staging import Fingerprint, Order, RankLayout, Stager, Taken
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, Status
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer_process import lock_holder
@@ -268,7 +267,7 @@ class Checkpointer:
         self._compared = True
         lasting = {name: one for name, one in state.items() if not getattr(one, "outlast_optional", False)}
         spread = digesters(self._threads).map
-        held = compare(around.rounds, around.leads, lasting, spread)
+        held = compare(around, lasting, spread)
         nodes = (
             (members.ranks,) if members.together is None else (one.ranks for one in members.together.nodes)
         )
@@ -279,14 +278,12 @@ class Checkpointer:
             return
         self._shared = frozenset(held)
         self._sharing = sharing = Sharing(
-            around.identity,
-            around.rounds,
+            around,
             held,
             files,
             members.ranks.index(around.identity.rank),
             lambda number, count: self._buffers_of(alike_files(number, count)[0]),
             spread,
-            lambda text: around.record(Note, reason=text),
         )
         self._buffers.hand_over(sharing.buffers)
         if sharing.buffers is not None:
@@ -339,7 +336,8 @@ class Checkpointer:
             return self._lost(order, str(error), time.monotonic() - began)
         self._keep_saver()
         self._require_hope(self._memory.status())
-        if not self._is_served():
+        # who introduces may be gone, with the owner of the folder: nobody would remove what is staged
+        if not poll(self._memory.introduced, _OWNER_SECONDS):
             return self._lost(
                 order, f"{self._memory.root} is gone, and no writer of this node", _OWNER_SECONDS
             )
@@ -430,18 +428,6 @@ class Checkpointer:
             with contextlib.suppress(SaveFailed):  # tried again at the next save
                 introduce(self._around, self._memory, self._members, 0.0)
 
-    def _is_served(self) -> bool:
-        """Return whether the writer knows the ranks; wait a moment for the rank that introduces them.
-
-        Where that one is gone, with the owner of the memory folder, nobody would remove what is staged.
-        """
-        deadline = time.monotonic() + _OWNER_SECONDS
-        while not self._memory.introduced():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL)
-        return True
-
     def _lost(self, order: Order, why: str, seconds: float) -> bool:
         now = time.monotonic()
         self._failing_since = self._failing_since if self._failures else now
@@ -530,12 +516,13 @@ class Checkpointer:
         """
         on_disk = self._around.tier.names()
         self.settle()
-        deadline = time.monotonic() + self._around.settings.timeout
-        while any(session == self._members.session for _, session in self._stage.stagings()):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"what is staged in {self._memory.root} is never committed to memory")
+
+        def committed() -> bool:
             self._keep_saver()
-            time.sleep(POLL)
+            return all(session != self._members.session for _, session in self._stage.stagings())
+
+        if not poll(committed, self._around.settings.timeout):
+            raise CheckpointError(f"what is staged in {self._memory.root} is never committed to memory")
         return sorted({*on_disk, *self._stage.tier.names()}, key=place_of)
 
     def put_away(self, names: Collection[str], why: str) -> None:

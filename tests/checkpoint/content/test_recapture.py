@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from outlast.checkpoint.content import codecs, state
 from outlast.checkpoint.content.state import Captured, Capturer, capture
-from outlast.checkpoint.save.fingerprint import Fingerprint
+from outlast.checkpoint.save.staging import Fingerprint
 from tests.support.changes import CHANGES, Run
 
 STEPS = 60

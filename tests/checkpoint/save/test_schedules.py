@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outlast.checkpoint.save.streams import DeviceMoment
+from outlast.checkpoint.save.staging import DeviceMoment
 
 _STEPS = 5
 with FakeTensorMode():

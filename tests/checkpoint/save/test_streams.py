@@ -12,8 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outlast.checkpoint.content.state import capture
-from outlast.checkpoint.save.staging import _of_optimizers
-from outlast.checkpoint.save.streams import DeviceMoment
+from outlast.checkpoint.save.staging import DeviceMoment, _of_optimizers
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class _Form:
         return cls(list(map(type, state.values())), walk.places, walk.placements, geometry)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # as a form: the same object, or another one
 class _Keys:
     """The keys of the tensors of a state.
 

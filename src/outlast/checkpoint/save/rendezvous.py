@@ -357,6 +357,16 @@ def introduce(around: SaveContext, memory: MemoryFolder, members: Members, patie
         ) from error
 
 
+def poll(done: Callable[[], object], seconds: float) -> bool:
+    """Look again and again whether something is done; return whether it is in time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
+
+
 def with_room(around: SaveContext, do: Callable[[], T], patience: float) -> T:
     """Do something that needs room in memory; report, once and after a moment, that a rank waits for it.
 

@@ -18,16 +18,18 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from outlast.agreement.worker.reports import Agreed, Outcome, Rounds
+from outlast.agreement.worker.reports import Agreed, Outcome
 from outlast.checkpoint.content.format import Layout, lay_out, note_of, order_of, readdress
 from outlast.checkpoint.content.rank_file import whose_alike
 from outlast.checkpoint.content.state import Captured, Derived, capture
 from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.typed_json import dtype_name
+from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import Identity, some
 from outlast.checkpoint.policy.sharing import LEAST_BYTES, divide, held_by_all, mask
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.errors import CheckpointError
+from outlast.recovery.policy.events import Note
 
 _UNLIKE_SAVES = 3  # in a row, after which tensors are not compared any more
 Spread = Callable[..., Iterable[int]]
@@ -44,16 +46,13 @@ def digesters(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "digest")
 
 
-def compare(
-    rounds: Rounds, leads: bool, state: Mapping[str, object], spread: Spread
-) -> dict[str, torch.Tensor]:
+def compare(around: SaveContext, state: Mapping[str, object], spread: Spread) -> dict[str, torch.Tensor]:
     """Return what all ranks hold alike, the live tensors by key; every rank calls it at the same time.
 
     Parts of distributed tensors are not among it: a rank has those for itself.
 
     Args:
-        rounds: of the ranks.
-        leads: this is rank 0.
+        around: this rank's ties to the world.
         state: the live objects.
         spread: like ``map``; may call in several threads.
 
@@ -77,7 +76,7 @@ def compare(
             for (key, one), number in zip(tensors.items(), numbers, strict=True)
         }
 
-    return {key: tensors[key] for key in _find_alike(rounds, leads, digests)[0]}
+    return {key: tensors[key] for key in _find_alike(around, digests)[0]}
 
 
 def _fine(agreed: Agreed) -> Agreed:
@@ -88,26 +87,23 @@ def _fine(agreed: Agreed) -> Agreed:
     return agreed
 
 
-def _find_alike(
-    rounds: Rounds, leads: bool, digests: Callable[[], Mapping[str, str]]
-) -> tuple[list[str], list[int]]:
+def _find_alike(around: SaveContext, digests: Callable[[], Mapping[str, str]]) -> tuple[list[str], list[int]]:
     """Return the keys of the tensors that all ranks hold alike, and the ranks that differ from rank 0.
 
     Args:
-        rounds: of the ranks.
-        leads: this is rank 0.
+        around: this rank's ties to the world.
         digests: returns those of this rank, by key.
     """
     mine: dict[str, str] = {}
 
     def part() -> dict[str, Any]:
         mine.update(digests())
-        return {"digests": sorted(mine.items())} if leads else {}
+        return {"digests": sorted(mine.items())} if around.leads else {}
 
-    first = _fine(rounds.hold("digests", part)).reports[0].data["digests"]
+    first = _fine(around.rounds.hold("digests", part)).reports[0].data["digests"]
     if not first:
         return [], []
-    agreed = _fine(rounds.hold("alike", lambda: {"mask": mask(first, mine)}))
+    agreed = _fine(around.rounds.hold("alike", lambda: {"mask": mask(first, mine)}))
     masks = [report.data["mask"] for report in agreed.reports]
     return held_by_all(first, masks), [rank for rank, one in enumerate(masks) if one != masks[0]]
 
@@ -116,36 +112,30 @@ class Sharing:
     """One rank's part in a session.
 
     Args:
-        identity: this rank.
-        rounds: with the other ranks.
+        around: this rank's ties to the world.
         held: what all ranks hold alike, by key.
         files: among how many files it is divided at most.
         own: the number of the one that this rank writes, if there are as many.
         buffers: returns those for a file, by its number and how many files there are.
         spread: like ``map``; may call in several threads.
-        report: takes a sentence when ranks begin or cease to differ.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        rounds: Rounds,
+        around: SaveContext,
         held: Mapping[str, torch.Tensor],
         files: int,
         own: int,
         buffers: Callable[[int, int], Buffers],
         spread: Spread,
-        report: Callable[[str], object],
     ) -> None:
-        self._identity = identity
-        self._rounds = rounds
+        self._around = around
         self._spread = spread
-        self._report = report
         self._files = divide({key: one.numel() * one.element_size() for key, one in held.items()}, files)
         self._forms = {key: (one.dtype, one.shape, one.stride()) for key, one in held.items()}
         self._same = Derived[list[str]]()  # keys of a state's tensors that have these forms
         self._own = own if own < len(self._files) else -1
-        self._notes = notes_of_alike(0, identity)
+        self._notes = notes_of_alike(0, around.identity)
         self._alike = frozenset(held)  # what ranks held alike at the latest save
         self._layouts = Derived[list[Layout]]()
         self.nbytes = 0 if self._own < 0 else self._laid_out(held)[self._own].nbytes  # of that file
@@ -188,7 +178,7 @@ class Sharing:
             arrived = time.monotonic()
             return {"step": step, "digest": xxh3_64_hexdigest(repr(list(self._mine.items())).encode())}
 
-        said = _fine(self._rounds.hold("compared", digest))
+        said = _fine(self._around.rounds.hold("compared", digest))
         self.waited = time.monotonic() - arrived
         steps = sorted({report.data["step"] for report in said.reports})
         if len(steps) > 1:
@@ -197,7 +187,8 @@ class Sharing:
         if len({report.data["digest"] for report in said.reports}) > 1:
             self._compare_each(before, step)
         elif before < self._alike == self._forms.keys():
-            self._report(f"step {step}: ranks hold alike again what they should, and write it once")
+            reason = f"step {step}: ranks hold alike again what they should, and write it once"
+            self._around.record(Note, reason=reason)
         self._step = step
         again = self._unlike_saves if before == self._alike else 0
         self._unlike_saves = again + 1 if self._alike < self._forms.keys() else 0
@@ -217,17 +208,19 @@ class Sharing:
     def _compare_each(self, before: Collection[str], step: int) -> None:
         """Find out what all ranks hold alike where that is not everything."""
         mine = {key: f"{number:016x}" for key, number in self._mine.items()}
-        found, ranks = _find_alike(self._rounds, self._identity.rank == 0, lambda: mine)
+        found, ranks = _find_alike(self._around, lambda: mine)
         self._alike = frozenset(found)
         if self._alike != before:
             apart, who = some(self._forms.keys() - self._alike), f" (rank {some(ranks)} not as rank 0)"
-            self._report(
-                f"step {step}: ranks do not hold {apart} alike any more{who if ranks else ''}, which may be"
-                f" silent corruption; each rank writes its own, after {_UNLIKE_SAVES} such saves for good"
+            self._around.record(
+                Note,
+                reason=f"step {step}: ranks do not hold {apart} alike any more{who if ranks else ''}, which"
+                f" may be silent corruption; each rank writes its own, after {_UNLIKE_SAVES} such saves for"
+                " good",
             )
 
     def _part(self, captured: Captured, step: int) -> Share:
-        notes = notes_of_alike(step, self._identity)
+        notes = notes_of_alike(step, self._around.identity)
         layouts = [readdress(one, self._notes, notes) for one in self._laid_out(captured.tensors)]
         borrowed = {key: number for number, layout in enumerate(layouts) for key in layout.entries}
         if not borrowed:

@@ -15,8 +15,9 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,12 +35,12 @@ from outlast.checkpoint.content.rank_file import document_of, text_of, whose_ali
 from outlast.checkpoint.content.state import Captured, Derived
 from outlast.checkpoint.content.tensor_digest import Mark, digest_of_copy, is_marked, marks_of
 from outlast.checkpoint.content.transfers import CopyPlan
+from outlast.checkpoint.content.typed_forms import Json
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, alike_files, copy_name, rank_files
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.sharing import Share, digesters
-from outlast.checkpoint.save.streams import DeviceMoment
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
 from outlast.errors import CheckpointError
 from outlast.files import when_there_is_room
@@ -89,6 +90,70 @@ class Taken:
     layout: Layout
     share: Share
     began: float
+
+
+class DeviceMoment:
+    """What the devices of some tensors had been given to do at one time, on this thread's streams.
+
+    A copy beside training comes after it, on streams of its own: on the default stream it would wait for all
+    kernels of training, and training on another stream would not wait for it. CUDA and HIP; tensors on the
+    host need nothing of this.
+
+    Args:
+        tensors: of any devices; those on the host do not count.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = {one.device for one in tensors if one.device.type == "cuda"}
+        self._events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Run copies after that moment, on streams of their own; when the block ends, they are done."""
+        streams = [(torch.cuda.Stream(one), event) for one, event in self._events.items()]  # type: ignore[no-untyped-call]
+        with contextlib.ExitStack() as stack:
+            for stream, event in streams:
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            for stream, _ in streams:
+                stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells cheaply that live objects have changed: values, and address and version of each tensor.
+
+    Random states are left out: whoever draws a number between two saves has not changed what is registered.
+
+    Args:
+        values: the typed JSON of each object, by name.
+        tensors: address and version counter, by key.
+    """
+
+    values: Mapping[str, Json]
+    tensors: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, captured: Captured) -> Fingerprint:
+        """Return that of a state."""
+        tensors = list(captured.tensors.values())
+        places = zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("_version"), tensors), strict=True)
+        return cls(captured.values, dict(zip(captured.tensors, places, strict=True)))
+
+    def changed(self, captured: Captured) -> list[str]:
+        """Return what has changed since: names of objects, and keys of tensors that were written to.
+
+        A tensor that an object makes anew whenever it is asked tells nothing.
+        """
+        now = Fingerprint.of(captured)
+        names = [name for name, value in now.values.items() if self.values.get(name, value) != value]
+        written = [
+            key
+            for key, (address, version) in now.tensors.items()
+            if self.tensors.get(key, (0, 0))[0] == address and self.tensors[key][1] != version
+        ]
+        return [*names, *written]
 
 
 @dataclass(frozen=True)
