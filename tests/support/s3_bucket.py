@@ -26,8 +26,8 @@ from outlast.checkpoint.policy.manifest import (
     rank_files,
     runs_of,
 )
-from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.tiers.inventory import inspect, judged, read_manifest
+from outlast.checkpoint.policy.resolve import Copy
+from outlast.checkpoint.tiers.inventory import _looked, inspect
 from outlast.checkpoint.tiers.object_access import Limits
 from outlast.checkpoint.tiers.remote import ObjectTier
 from outlast.fields import Damage, DamagedCopy
@@ -179,16 +179,14 @@ def proxy(server: int, answer: Callable[[str, str], Answer | None]) -> Iterator[
 def verified(tier: ObjectTier) -> Copy:
     """Look at the copy of a test and compare the digest of every file."""
 
-    def read() -> Copy:
-        reader: Any = tier
-        with reader.open(COPY) as copy:
-            for entry in read_manifest(copy, COPY)[0].needed():
-                digest = file_digest(copy.read(entry.name, entry.nbytes))
-                if digest != entry.digest:
-                    raise DamagedCopy(Damage(entry.name, entry.digest, digest))
-        return inspect(reader, COPY, None)
+    def check(folder: Any, manifest: Manifest, _: Copy) -> None:
+        for entry in manifest.needed():
+            digest = file_digest(folder.read(entry.name, entry.nbytes))
+            if digest != entry.digest:
+                raise DamagedCopy(Damage(entry.name, entry.digest, digest))
 
-    return judged(Copy(COPY, CopyState.UNREADABLE), read)
+    reader: Any = tier
+    return _looked(reader, inspect(reader, COPY, None), check)
 
 
 def put(tier: ObjectTier, files: dict[str, bytes]) -> None:

@@ -7,14 +7,21 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.policy.placement import Gathering, Holding, gatherings
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark
+from outlast.checkpoint.policy.resolve import Copy, CopyState, CopyStatus, Mark
 
 NODES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
 
 
 def holding(node: str, owner: str, step: int, session: str = "s", run_id: str = "r") -> Holding:
-    folder = "memory" if node == owner else f"replica-{owner}"
-    return Holding(node, folder, copy_name(step, 1), session, NODES[owner], 6, run_id)
+    return part(node, owner, step, NODES[owner], 6, session, run_id)
+
+
+def part(
+    node: str, owner: str, step: int, ranks: tuple[int, ...], world: int, session: str = "s", run: str = "r"
+) -> Holding:
+    tier = "memory" if node == owner else f"replica/{owner}"
+    copy = Copy(copy_name(step, 1), CopyState.WHOLE, "", None, run, world, session, ranks, tier)
+    return Holding(node, copy)
 
 
 def test_the_newest_that_is_there_whole_comes_first_and_only_what_lacks_is_fetched() -> None:
@@ -89,19 +96,18 @@ def test_where_every_part_exists_somewhere_all_nodes_get_all_that_they_need(
     """Nodes a to d saved, the same, others or fewer go on: what has all parts can be loaded."""
 
     def held(node: str, owner: str, step: int) -> Holding:
-        label = "memory" if node == owner else f"replica-{owner}"
-        return Holding(node, label, copy_name(step, 1), "s", ("abcd".index(owner),), 4, "r")
+        return part(node, owner, step, ("abcd".index(owner),), 4)
 
     nodes = {node: (rank,) for rank, node in enumerate(seated)}
     here = [held(*one) for one in draws if one[0] in nodes]
     found = [one for one in gatherings(here, nodes, "r", ()) if not one.reason]
-    parts = [{one.owner for one in here if one.name == copy_name(step, 1)} for step in (3, 2, 1)]
+    parts = [{one.owner for one in here if one.copy.name == copy_name(step, 1)} for step in (3, 2, 1)]
     whole = [copy_name(3 - at, 1) for at, owners in enumerate(parts) if owners == set("abcd")]
     assert [one.name for one in found] == whole
     for copy in found:
         assert copy.joined == (seated != "abcd")
         for node, ranks in nodes.items():
             assert all(one in here for one in copy.fetch[node])
-            had = [one for one in here if one.node == node and one.name == copy.name]
-            has = {rank for one in (*had, *copy.fetch[node]) for rank in one.ranks}
+            had = [one for one in here if one.node == node and one.copy.name == copy.name]
+            has = {rank for one in (*had, *copy.fetch[node]) for rank in one.copy.part}
             assert has >= (set(range(4)) if copy.joined else set(ranks))

@@ -136,14 +136,14 @@ def _greet(leader: Peer, party: Party) -> None:
 
 def _fetch(stage: Stage, holding: Holding, client: PeerClient) -> int:
     """Fetch a part of a copy from the memory of another node; return its size."""
-    name, tier = holding.name, stage.replica(holding.owner)
+    name, tier = holding.copy.name, stage.replica(holding.owner)
     with tier.writing(name) as temporary:
         for file in (MANIFEST, COMMIT):
             tier.write_chunks(temporary, file, client.fetch(holding.folder, name, file))
         with tier.open(temporary) as folder:
             manifest, digest = read_manifest(folder, name)
-        if (found := evidence(manifest, digest)) != holding.evidence:
-            raise DamagedCopy(Damage(MANIFEST, holding.evidence, found))
+        if (found := evidence(manifest, digest)) != holding.copy.commit:
+            raise DamagedCopy(Damage(MANIFEST, holding.copy.commit, found))
         _require_room(stage, manifest.nbytes)
         for entry in manifest.needed():
             chunks = client.fetch(holding.folder, name, entry.name)

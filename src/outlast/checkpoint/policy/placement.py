@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outlast.checkpoint.policy.manifest import place_of, some
-from outlast.checkpoint.policy.resolve import CopyStatus, Marks
+from outlast.checkpoint.policy.resolve import Copy, CopyStatus, Marks
 from outlast.errors import UsageError
 
 
@@ -244,25 +244,15 @@ REPLICA = "replica-"  # and, with the owner's name behind it, what came from ano
 
 @dataclass(frozen=True)
 class Holding:
-    """A part of a copy that a node has in memory, its own or another one's.
-
-    Args:
-        node: that has it.
-        folder: the name under which its writer serves it.
-        name: of the copy.
-        evidence: equal for the parts of one copy.
-        ranks: whose files it has.
-        world_size: ranks that wrote the copy.
-        run_id: of the run that wrote it.
-    """
+    """A part of a copy that a node has in memory, its own or another one's."""
 
     node: str
-    folder: str
-    name: str
-    evidence: str
-    ranks: tuple[int, ...]
-    world_size: int
-    run_id: str
+    copy: Copy
+
+    @property
+    def folder(self) -> str:
+        """The name under which the writer of the node serves it."""
+        return self.copy.tier.replace("/", "-")
 
     @property
     def owner(self) -> str:
@@ -317,12 +307,12 @@ def gatherings(
     world = sum(map(len, nodes.values()))
     copies: dict[tuple[str, str], list[Holding]] = {}
     for one in holdings:
-        if one.run_id == run_id:
-            copies.setdefault((one.name, one.evidence), []).append(one)
+        if one.copy.run_id == run_id:
+            copies.setdefault((one.copy.name, one.copy.commit), []).append(one)
     found = []
     for (name, evidence), held in copies.items():
-        saved = range(held[0].world_size)
-        missing = set(saved).difference(*(one.ranks for one in held))
+        saved = range(held[0].copy.world_size)
+        missing = set(saved).difference(*(one.copy.part for one in held))
         mark = marks.against(name)
         if mark is not None and mark.bearing is CopyStatus.QUARANTINED:
             why = f"it is in quarantine: {mark.reason}; `outlast ckpt release` lets it be loaded again"
@@ -341,10 +331,10 @@ def gatherings(
 
 def _lacking(node: str, ranks: Sequence[int], held: Sequence[Holding]) -> tuple[Holding, ...]:
     """Return what a node fetches: as few parts as a greedy choice finds."""
-    missing = set(ranks) - {rank for one in held if one.node == node for rank in one.ranks}
+    missing = set(ranks).difference(*(one.copy.part for one in held if one.node == node))
     found = []
     while missing:
-        best = max(held, key=lambda one: (len(missing & set(one.ranks)), one.node, one.folder))
+        best = max(held, key=lambda one: (len(missing & set(one.copy.part)), one.node, one.folder))
         found.append(best)
-        missing -= set(best.ranks)
+        missing -= set(best.copy.part)
     return tuple(found)

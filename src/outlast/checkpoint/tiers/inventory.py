@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 from outlast.checkpoint.content.digest import file_digest, parse_commit, read_digests
 from outlast.checkpoint.content.rank_file import RankFile, parse_alike_file, parse_rank_file
@@ -115,16 +115,9 @@ def evidence(manifest: Manifest, digest: str) -> str:
 
 def held_parts(stage: Stage, node: str) -> list[Holding]:
     """Return the sound parts of copies that a node has in memory."""
-    parts = []
-    for tier in (stage.tier, *stage.replica_tiers()):
-        for name in tier.names():
-            with contextlib.suppress(DamagedCopy, CheckpointMismatch, OSError), tier.open(name) as folder:
-                manifest, digest = read_manifest(folder, name)
-                if manifest.part:
-                    said = evidence(manifest, digest)
-                    label, world, run_id = tier.name.replace("/", "-"), manifest.world_size, manifest.run_id
-                    parts.append(Holding(node, label, name, said, manifest.part, world, run_id))
-    return parts
+    tiers = (stage.tier, *stage.replica_tiers())
+    found = (replace(inspect(tier, name, ()), tier=tier.name) for tier in tiers for name in tier.names())
+    return [Holding(node, copy) for copy in found if copy.part]
 
 
 def serves(copy: Copy, rank: int, world_size: int) -> bool:
@@ -151,27 +144,21 @@ def verify(
     """
     chosen = None if ranks is None else tuple(ranks)
     found = inspect(tier, name, chosen)
-    if found.state is not CopyState.WHOLE:
-        return found
 
-    def read() -> Copy:
-        with tier.open(name) as folder:
-            manifest, _ = read_manifest(folder, name)
-            Forms(MANIFEST, {}).decode(manifest.cursor)
-            known: dict[int, Shard] = {}
-            world = manifest.world_size
-            chosen_ranks = manifest.ranks if chosen is None else [rank for rank in chosen if rank < world]
-            for rank in chosen_ranks:
-                file = read_rank_file(folder, manifest, rank, known)
-                _require_forms(manifest.of_rank(rank)[2].name, file)
-                _require_content(folder, manifest.of_rank(rank), advance)
-            for number in range(len(manifest.shared)):
-                if chosen is None or number in chosen or manifest.part:
-                    read_alike_file(folder, manifest, number)
-                    _require_content(folder, manifest.of_shared(number), advance)
-        return found
+    def read(folder: CopyFolder, manifest: Manifest, _: Copy) -> None:
+        Forms(MANIFEST, {}).decode(manifest.cursor)
+        known: dict[int, Shard] = {}
+        world = manifest.world_size
+        for rank in manifest.ranks if chosen is None else [rank for rank in chosen if rank < world]:
+            file = read_rank_file(folder, manifest, rank, known)
+            _require_forms(manifest.of_rank(rank)[2].name, file)
+            _require_content(folder, manifest.of_rank(rank), advance)
+        for number in range(len(manifest.shared)):
+            if chosen is None or number in chosen or manifest.part:
+                read_alike_file(folder, manifest, number)
+                _require_content(folder, manifest.of_shared(number), advance)
 
-    return judged(found, read)
+    return _looked(tier, found, read) if found.state is CopyState.WHOLE else found
 
 
 def _require_forms(source: str, file: RankFile) -> None:
@@ -185,18 +172,6 @@ def _require_forms(source: str, file: RankFile) -> None:
     random = forms.decode(file.random)
     if type(random) is not dict or not {"python", "torch"} <= random.keys():
         raise DamagedCopy(Damage(source, "states of random generators", repr(random)[:200]))
-
-
-def judged(copy: Copy, look: Callable[[], Copy]) -> Copy:
-    """Return what a look at a copy finds, or the copy with the state that its failure tells."""
-    try:
-        return look()
-    except DamagedCopy as error:
-        return replace(copy, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
-    except CheckpointMismatch as error:
-        return replace(copy, state=CopyState.INCOMPATIBLE, reason=str(error))
-    except OSError as error:
-        return replace(copy, state=CopyState.UNREADABLE, reason=str(error))
 
 
 def _require_content(
@@ -240,7 +215,9 @@ def inspect(tier: Tier, name: str, ranks: Iterable[int] | None) -> Copy:
         name: its folder.
         ranks: whose files must be there with their sizes; None: everybody's.
     """
-    return _inspect(tier, name, lambda _: ranks)
+    return _looked(
+        tier, Copy(name, CopyState.UNREADABLE), lambda folder, manifest, _: _require(folder, manifest, ranks)
+    )
 
 
 def inspect_for(tier: Tier, name: str, rank: int, world_size: int) -> Copy:
@@ -249,20 +226,26 @@ def inspect_for(tier: Tier, name: str, rank: int, world_size: int) -> Copy:
     Nothing but the manifest is looked at where the copy does not serve the rank; see :func:`serves`.
     """
 
-    def needed(copy: Copy) -> Iterable[int]:
-        return range(rank, copy.world_size, world_size) if serves(copy, rank, world_size) else ()
+    def check(folder: StoredCopy, manifest: Manifest, copy: Copy) -> None:
+        served = serves(copy, rank, world_size)
+        _require(folder, manifest, range(rank, copy.world_size, world_size) if served else ())
 
-    return _inspect(tier, name, needed)
+    return _looked(tier, Copy(name, CopyState.UNREADABLE), check)
 
 
-def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | None]) -> Copy:
-    unread = Copy(name, CopyState.UNREADABLE)
+def _require(folder: StoredCopy, manifest: Manifest, ranks: Iterable[int] | None) -> None:
+    """Check that the files of ranks are there with their sizes."""
+    for entry in manifest.needed(ranks):
+        folder.require(entry.name, entry.nbytes)
 
-    def look() -> Copy:
-        with tier.open(name) as folder:
-            manifest, digest = read_manifest(folder, name)
+
+def _looked(tier: Tier, known: Copy, check: Callable[[Any, Manifest, Copy], None]) -> Copy:
+    """Return what a copy's manifest and a further check show, or what was known with the failure's state."""
+    try:
+        with tier.open(known.name) as folder:
+            manifest, digest = read_manifest(folder, known.name)
             found = replace(
-                unread,
+                known,
                 state=CopyState.WHOLE,
                 run_id=manifest.run_id,
                 world_size=manifest.world_size,
@@ -270,11 +253,14 @@ def _inspect(tier: Tier, name: str, needed: Callable[[Copy], Iterable[int] | Non
                 part=manifest.part,
                 began=manifest.began,
             )
-            for entry in manifest.needed(needed(found)):
-                folder.require(entry.name, entry.nbytes)
-        return found
-
-    return judged(unread, look)
+            check(folder, manifest, found)
+            return found
+    except DamagedCopy as error:
+        return replace(known, state=CopyState.DAMAGED, reason=str(error), damage=error.damage)
+    except CheckpointMismatch as error:
+        return replace(known, state=CopyState.INCOMPATIBLE, reason=str(error))
+    except OSError as error:
+        return replace(known, state=CopyState.UNREADABLE, reason=str(error))
 
 
 class Pruner:
