@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outlast.checkpoint.content import transfers
-from outlast.checkpoint.content.transfers import CopyPlan, Transfers, copy_tensors, octets_of
+from outlast.checkpoint.content.transfers import CopyPlan, copy_tensors, octets_of
 
 _TYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex64, torch.int64)
 
@@ -34,34 +35,32 @@ class Transferred(TorchDispatchMode):
         self.calls[func.overloadpacket.__name__] += 1
         if func is torch.ops.aten.copy_.default and args[1].device.type == "cuda" != args[0].device.type:
             self.counts["placed"] += 1
-        elif func is torch.ops.aten._to_copy.default and found.device.type != args[0].device.type:
-            self.counts["gathered"] += 1
         elif isinstance(found, torch.Tensor) and found.device.type == "cuda" and not func.is_view:
             self.largest = max(self.largest, found.numel() * found.element_size())
         return found
 
 
-def _sent(shapes: list[Any]) -> Transferred:
-    with FakeTensorMode():
-        tensors = [torch.empty(*shape, device="cuda") for shape in shapes]
-        image = torch.empty(sum(one.numel() for one in tensors) * 4, dtype=torch.uint8)
-        begins = [4 * sum(one.numel() for one in tensors[:number]) for number in range(min(len(tensors), 9))]
-        pairs = zip(tensors, begins + [0] * (len(tensors) - len(begins)), strict=True)
-        with Transferred() as seen:
-            Transfers(list(pairs), image)
+def _begins(tensors: list[torch.Tensor]) -> list[int]:
+    sizes = (one.numel() * one.element_size() for one in tensors)
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def _sent(tensors: list[torch.Tensor]) -> Transferred:
+    """Send tensors to an image in which they follow each other."""
+    *begins, nbytes = _begins(tensors)
+    plan, image = CopyPlan.of(tensors, begins), torch.empty(nbytes, dtype=torch.uint8)
+    with Transferred() as seen:
+        plan.send(tensors, image)
     return seen
 
 
-def test_a_save_of_40_000_tensors_has_few_copies() -> None:
-    seen = _sent([(100,)] * 390 + [(1 << 20,)] * 10)
-    assert seen.counts == {"placed": 10, "gathered": 1}
-
-    tensors = [torch.ones(100)] * 39_990 + [torch.ones(1 << 18)] * 10  # of the host, treated alike
-    image = torch.empty(30 << 20, dtype=torch.uint8)
-    with Transferred() as seen:
-        Transfers([(one, 0) for one in tensors], image)
-    assert seen.calls["cat"] == 1  # which then travels at once
-    assert seen.calls["copy_"] == 10
+def test_a_save_of_40_000_tensors_has_few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        small, large = torch.empty(100, device="cuda"), torch.empty(1 << 20, device="cuda")
+        assert _sent([small] * 390 + [large] * 10).counts == {"placed": 11}
+    monkeypatch.setattr(transfers, "_is_here", lambda _: False)  # tensors of the host, treated alike
+    seen = _sent([torch.ones(100)] * 39_990 + [torch.ones(1 << 18)] * 10)
+    assert (seen.calls["cat"], seen.calls["copy_"]) == (1, 11)
 
 
 @pytest.mark.parametrize(("count", "runs"), [(400, 1), (40_000, 1), (200_000, 2)])
@@ -69,21 +68,17 @@ def test_a_plan_sends_small_tensors_that_follow_each_other_in_one_copy(count: in
     """Of a device; 80 MB are two parts of at most 64 MiB."""
     with FakeTensorMode():
         tensors = [torch.empty(100, device="cuda")] * count + [torch.empty(1 << 20, device="cuda")]
-        begins = [400 * number for number in range(count + 1)]
-        plan = CopyPlan.of(tensors, begins)
-        image = torch.empty(begins[-1] + (4 << 20), dtype=torch.uint8)
-        there = Transfers(((tensors[at], begins[at]) for at in plan.rest), image)
-        with Transferred() as seen:
-            for run in plan.runs:
-                there.send(tensors[run.first : run.stop], run.begin)
+        plan = CopyPlan.of(tensors, _begins(tensors)[:-1])
+        seen = _sent(tensors)
     assert (plan.rest, plan.moves, len(plan.runs)) == ([count], [], runs)
-    assert seen.counts == {"placed": runs}
+    assert seen.counts == {"placed": runs + 1}
     assert seen.largest <= transfers.GATHERED
 
 
 def test_small_tensors_are_gathered_in_parts() -> None:
-    seen = _sent([(1 << 17,)] * 384)  # of 512 KiB, 192 MiB in all
-    assert seen.counts == {"gathered": 3}
+    with FakeTensorMode():
+        seen = _sent([torch.empty(1 << 17, device="cuda")] * 384)  # of 512 KiB, 192 MiB in all
+    assert seen.counts == {"placed": 3}
     assert seen.largest == transfers.GATHERED
 
 
@@ -92,7 +87,7 @@ def test_no_copy_crosses_a_seam_of_registered_memory() -> None:
         image = torch.empty(3 * transfers.WINDOW, dtype=torch.uint8)
         one = torch.empty(transfers.WINDOW + 2, dtype=torch.uint8, device="cuda")
         with Transferred() as seen:
-            Transfers([(one, transfers.WINDOW - 1)], image)
+            CopyPlan.of([one], [transfers.WINDOW - 1]).send([one], image)
     assert seen.counts == {"placed": 3}
 
 
@@ -112,6 +107,9 @@ def _small_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"SMALL": 64, "GATHERED": 100, "WINDOW": 128}.items():
             patch.setattr(transfers, name, value)
+        patch.setattr(
+            transfers, "_is_here", lambda _: False
+        )  # a tensor of the host stands for one of a device
         yield
 
 
@@ -119,7 +117,7 @@ def test_a_permuted_tensor_is_made_contiguous_in_parts() -> None:
     one = torch.arange(1 << 12, dtype=torch.int16).view(1, 64, 64).transpose(1, 2)
     image = torch.empty(1 << 13, dtype=torch.uint8)
     with _small_limits(), Transferred() as seen:
-        Transfers([(one, 0)], image).finish(1)
+        copy_tensors([(one, 0)], image, 1)
     assert torch.equal(image.view(torch.int16), one.reshape(-1))
     assert seen.calls["clone"] == 128  # 64 rows of 128 bytes, and 100 at a time
 
@@ -173,7 +171,7 @@ def test_every_byte_arrives_in_its_place(tensors: list[torch.Tensor]) -> None:
         pairs.append((one, at))
         at += one.numel() * one.element_size()
     with _small_limits():
-        Transfers(pairs, image).finish(1)
+        copy_tensors(pairs, image, 1)
     assert torch.equal(image, expected)
 
 
@@ -188,9 +186,10 @@ def test_each_device_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None
             waited.append(str(self._device))
 
     with FakeTensorMode():
-        tensors = [torch.empty(1 << 20, device=f"cuda:{number % 2}") for number in range(6)]
-        image = torch.empty(6 << 22, dtype=torch.uint8)
-        under_way = Transfers([(one, number << 22) for number, one in enumerate(tensors)], image)
+        tensors = [torch.empty(1 << number, device=f"cuda:{number % 2}") for number in range(6)]
+        *begins, nbytes = _begins(tensors)
+        devices = CopyPlan.of(tensors, begins).send(tensors, torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    under_way.finish(1)
+    monkeypatch.setattr(CopyPlan, "send", lambda *_: devices)
+    copy_tensors([], torch.empty(1, dtype=torch.uint8), 1)
     assert sorted(waited) == ["cuda:0", "cuda:1"]

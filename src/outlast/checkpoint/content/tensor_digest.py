@@ -18,7 +18,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from outlast.checkpoint.content.codecs import local_of
-from outlast.checkpoint.content.transfers import SMALL, Transfers, is_plain, octets_of
+from outlast.checkpoint.content.transfers import SMALL, copy_tensors, is_plain, octets_of
 
 _CHUNK = 16 << 20  # bytes; products of its words take six times as much memory
 _PIECE = 64 << 20  # bytes of host memory that one thread digests
@@ -43,6 +43,7 @@ def digests_of(tensors: Sequence[torch.Tensor], spread: Callable[..., Iterable[i
     for at, one in enumerate(own):
         if not one.is_cpu:
             (small if one.numel() * one.element_size() < SMALL else large).append(at)
+    small.sort(key=lambda at: (str(own[at].device), str(own[at].dtype)))  # so that many go in one copy
     sums = [_sums(own[at]) for at in large]  # a device works while the host digests its own
     pieces = [(at, piece) for at, one in enumerate(own) if one.is_cpu for piece in _pieces(one)]
     numbers = spread(_digest, [piece for _, piece in pieces])
@@ -123,7 +124,7 @@ def _fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     sizes = [one.numel() * one.element_size() for one in tensors]
     begins = [0, *itertools.accumulate(sizes)]
     image = torch.empty(begins.pop(), dtype=torch.uint8, device="cpu")
-    Transfers(zip(tensors, begins, strict=True), image).finish(1)
+    copy_tensors(zip(tensors, begins, strict=True), image, 1)
     return [image[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 

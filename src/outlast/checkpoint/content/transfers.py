@@ -60,12 +60,10 @@ class CopyPlan:
         moves: list[tuple[int, int, int]] = []
         rest: list[int] = []
         for at, (one, begin) in enumerate(zip(tensors, begins, strict=True)):
-            nbytes = one.numel() * one.element_size()
-            tiny, most = (_TINY, _RUN) if one.is_cpu else (SMALL, GATHERED)
-            if not _is_in_order(one):
-                rest.append(at)
-            elif one.dtype not in _JOINED or nbytes >= tiny:
-                if one.is_cpu:
+            nbytes, here, plain = one.numel() * one.element_size(), _is_here(one), _is_in_order(one)
+            tiny, most = (_TINY, _RUN) if here else (SMALL, GATHERED)
+            if nbytes >= tiny or (here and not (plain and one.dtype in _JOINED)):
+                if here and plain:
                     moves.append((at, begin, nbytes))
                 else:
                     rest.append(at)
@@ -88,24 +86,35 @@ class CopyPlan:
             image: bytes in host memory.
             threads: that copy within the host's memory, the caller's included.
         """
-        others = [(tensors[at], self.begins[at]) for at in self.rest]
-        there = Transfers(((one, begin) for one, begin in others if not one.is_cpu), image)
+        devices = self.send(tensors, image)
         target = image.data_ptr()
-        for run in self.runs:
-            if not tensors[run.first].is_cpu:
-                there.send(list(tensors[run.first : run.stop]), run.begin)
-        for run in self.runs:  # while the devices are at work
-            if tensors[run.first].is_cpu:
-                octets = _torch_compat.one_behind_the_other(list(tensors[run.first : run.stop]))
-                ctypes.memmove(target + run.begin, octets.data_ptr(), run.nbytes)
-        for one, begin in others:
-            if one.is_cpu:
-                # Not copy_: its threads wait for each other, which on a busy host takes longer than the copy.
-                octets = octets_of(one)
+        apart = ((tensors[at : at + 1], self.begins[at]) for at in self.rest)
+        for alike, begin in (*((tensors[run.first : run.stop], run.begin) for run in self.runs), *apart):
+            if _is_here(alike[0]):  # while the devices are at work
+                octets = _joined(alike)
+                # Not copy_: its threads wait for each other, longer on a busy host than the copy takes.
                 ctypes.memmove(target + begin, octets.data_ptr(), octets.numel())
         moves = ((target + begin, tensors[at].data_ptr(), nbytes) for at, begin, nbytes in self.moves)
         copy_slices(moves, threads)
-        there.finish(threads)
+        for device in devices:
+            if is_asynchronous(device):
+                torch.cuda.current_stream(device).synchronize()
+
+    def send(self, tensors: Sequence[torch.Tensor], image: torch.Tensor) -> set[torch.device]:
+        """Begin the copies from devices; return these. Copies into registered memory run beside others."""
+        devices = set()
+        for run in self.runs:
+            if not _is_here(tensors[run.first]):
+                devices.add(tensors[run.first].device)
+                _place(_joined(tensors[run.first : run.stop]), image, run.begin)
+        for at in self.rest:
+            if not _is_here(tensors[at]):
+                devices.add(tensors[at].device)
+                begin = self.begins[at]
+                for octets in _in_parts(tensors[at].detach()):
+                    _place(octets, image, begin)
+                    begin += octets.numel()
+        return devices
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,27 @@ class _Run:
     stop: int
     begin: int
     nbytes: int
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors of one device and type, one behind the other, as bytes."""
+    if tensors[0].dtype in _JOINED:
+        return _torch_compat.one_behind_the_other([one.detach() for one in tensors]).view(torch.uint8)
+    return torch.cat([octets_of(one) for one in tensors])
+
+
+def _place(octets: torch.Tensor, image: torch.Tensor, begin: int) -> None:
+    """Begin to copy bytes to their place, in parts that cross no multiple of the window."""
+    at = 0
+    while at < octets.numel():
+        nbytes = min(octets.numel() - at, WINDOW - (begin + at) % WINDOW)
+        part = octets.narrow(0, at, nbytes)
+        image.narrow(0, begin + at, nbytes).copy_(part, non_blocking=is_asynchronous(part.device))
+        at += nbytes
 
 
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor, threads: int) -> None:
@@ -151,111 +181,15 @@ def octets_in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Together:
-    """Small tensors of one device and type, one behind the other, on their way to the host."""
-
-    octets: torch.Tensor
-    places: tuple[tuple[int, int], ...]  # begin in the image, bytes
-
-
-class Transfers:
-    """Copies of tensors to their places in an image; they are under way until :meth:`finish`.
-
-    Args:
-        pairs: tensors, and where their bytes begin in the image.
-        image: bytes in host memory. A copy into registered memory runs beside others.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor) -> None:
-        self._image = image
-        self._together: list[_Together] = []
-        self._devices: set[torch.device] = set()
-        small: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, int]]] = {}
-        for one, begin in pairs:
-            self._devices.add(one.device)
-            if one.numel() * one.element_size() < SMALL:
-                small.setdefault((one.device, one.dtype), []).append((one, begin))
-            else:
-                self._send(one, begin)
-        for alike in small.values():
-            for batch in _batches(alike):
-                self._gather(batch)
-
-    def send(self, tensors: list[torch.Tensor], begin: int) -> None:
-        """Send tensors of one device and type that follow each other in the image, put together there."""
-        self._devices.add(tensors[0].device)
-        self._place(_torch_compat.one_behind_the_other(tensors).view(torch.uint8), begin)
-
-    def _send(self, tensor: torch.Tensor, begin: int) -> None:
-        for octets in _in_parts(tensor.detach()):
-            self._place(octets, begin)
-            begin += octets.numel()
-
-    def _place(self, octets: torch.Tensor, begin: int) -> None:
-        for low, high in _without_seams(begin, begin + octets.numel()):
-            part = octets.narrow(0, low - begin, high - low)
-            self._image.narrow(0, low, high - low).copy_(part, non_blocking=is_asynchronous(part.device))
-
-    def _gather(self, batch: list[tuple[torch.Tensor, int]]) -> None:
-        if batch[0][0].dtype in _JOINED:
-            octets = _torch_compat.one_behind_the_other([one.detach() for one, _ in batch])
-        else:
-            octets = torch.cat([octets_of(one) for one, _ in batch])
-        here = octets.to("cpu", non_blocking=is_asynchronous(octets.device))
-        places = tuple((begin, one.numel() * one.element_size()) for one, begin in batch)
-        self._together.append(_Together(here, places))
-
-    def finish(self, threads: int) -> None:
-        """Wait for each device once, and put what came together in its places.
-
-        Args:
-            threads: that copy within the host's memory, the caller's included.
-        """
-        for device in self._devices:
-            if is_asynchronous(device):
-                torch.cuda.current_stream(device).synchronize()
-        moves = []
-        for one in self._together:
-            target, source = self._image.data_ptr(), one.octets.data_ptr()
-            for begin, nbytes in one.places:
-                moves.append((target + begin, source, nbytes))
-                source += nbytes
-        copy_slices(moves, threads)
-        self._together.clear()
-
-
 def is_asynchronous(device: torch.device) -> bool:
     """Say whether the host goes on while a copy from a device is under way; elsewhere it waits for each."""
     return device.type == "cuda"
 
 
-def _without_seams(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield a range in parts that cross no multiple of the window."""
-    while begin < end:
-        until = min(end, (begin // WINDOW + 1) * WINDOW)
-        yield begin, until
-        begin = until
-
-
-def _batches(alike: list[tuple[torch.Tensor, int]]) -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """Yield tensors of one device and type in such numbers that there is room for them once more."""
-    batch: list[tuple[torch.Tensor, int]] = []
-    size = 0
-    for one, begin in alike:
-        size += one.numel() * one.element_size()
-        if size > GATHERED and batch:
-            yield batch
-            batch, size = [], one.numel() * one.element_size()
-        batch.append((one, begin))
-    yield batch
-
-
 def _in_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor in order: at once where they are there, else part by part."""
     nbytes = tensor.numel() * tensor.element_size()
-    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if plain or nbytes <= GATHERED:
+    if _is_in_order(tensor) or nbytes <= GATHERED:
         yield octets_of(tensor)
     elif tensor.shape[0] == 1:
         yield from _in_parts(tensor.select(0, 0))
