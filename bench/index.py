@@ -105,7 +105,7 @@ def captured(rank: int, sizes: Sequence[int], rank_bytes: float) -> Captured:
         "model": {"dict": {name: {"tensor": f"model.{name}"} for name in names}},
         "optimizer": {"dict": {"state": {"map": states}, "param_groups": [{"dict": group}]}},
     }
-    parameters = {"optimizer": [[f"model.{name}", f"float32{list(whole)}"] for name in names]}
+    parameters = {"optimizer": [(f"model.{name}", f"float32{list(whole)}", None) for name in names]}
     pieces = {key: piece for key, one in tensors.items() if one is local}
     kinds = {"optimizer": "AdamW"}
     return Captured(values, kinds, tensors, {}, capture_random(), pieces, parameters=parameters)
@@ -121,7 +121,7 @@ def make(folder: Path, ranks: int, sizes: Sequence[int], rank_bytes: float, own:
         torch.manual_seed(rank)
         state, identity = captured(rank, sizes, rank_bytes), Identity("run", 1, rank, ranks)
         layout = lay_out(state.tensors, notes_of(100, identity), state.pieces)
-        document = rank_document(state, layout, 100, identity)
+        document = rank_document(state, layout, 100, identity, {})
         (folder / NAME / rank_files(rank, ranks).document).write_bytes(document)
         digests = dice.randbytes(digests_nbytes(layout.nbytes))
         place = layout.place["begin"], layout.place["coordinates"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from outlast.agreement.worker.reports import Rounds
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.digest import ends_of
-from outlast.checkpoint.content.format import Staging, make_image
+from outlast.checkpoint.content.format import make_image
 from outlast.checkpoint.content.state import LiveState, capture
 from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.context import SaveContext
@@ -101,7 +101,7 @@ class OnDisk:
         tier, identity = self._around.tier, self._around.identity
         name = copy_name(step, identity.generation)
         temporary = tier.begin(name, "test")
-        image = make_image(capture(state), step, identity, Staging())
+        image = make_image(capture(state), step, identity)
         mine = write_rank_files(tier, temporary, image, identity)
         said = self._exchange.gather("files", json.dumps(mine), DEADLINE)
         if identity.rank == 0:

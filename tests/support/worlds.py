@@ -10,7 +10,7 @@ import torch
 
 from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import ends_of
-from outlast.checkpoint.content.format import Staging, make_image
+from outlast.checkpoint.content.format import make_image
 from outlast.checkpoint.content.random_states import capture_random
 from outlast.checkpoint.content.restore import apply, require_fit
 from outlast.checkpoint.content.state import Captured
@@ -86,7 +86,7 @@ def write_world(folder: Path, whole: torch.Tensor, parts: list[Part], cuts: Sequ
         torch.manual_seed(rank)
         captured = Captured({"t": {"tensor": "t"}}, {}, {"t": local}, {}, capture_random(), piece)
         identity = Identity("run-a", 1, rank, len(parts))
-        image = make_image(captured, 3, identity, Staging())
+        image = make_image(captured, 3, identity)
         found.append(write_rank_files(tier, temporary, image, identity))
     own = tuple(row for each in found for row in each["own"])
     contents = runs_of([expanded(each["contents"])[0] for each in found])

@@ -40,13 +40,13 @@ class Unsaved:
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
-        self._saved: Mapping[str, list[str]] = {}
+        self._saved: Mapping[str, tuple[str, str]] = {}
         self._seen: list[Flags] = []
         self._steps = 0
         self._marks: dict[str, tuple[int, int, int]] = {}
         self._contents: dict[str, torch.Tensor] = {}
 
-    def restored(self, saved: Mapping[str, list[str]]) -> None:
+    def restored(self, saved: Mapping[str, tuple[str, str]]) -> None:
         """Begin, with the flags of the checkpoint that was loaded; without one there are none."""
         self._saved = saved
         for line in _without_owner(self._state):

@@ -192,7 +192,7 @@ def document() -> Any:
                 "identity": whose_file(5, ME),
                 "state": {"x": TREE},
                 "kinds": {"x": "AdamW"},
-                "parameters": {"x": [["model.w", "float32[2, 3]"]]},
+                "parameters": {"x": [["model.w", "float32[2, 3]", None], ["", "int8[1]", [1]]]},
                 "random": Encoder().encode(capture_random(), ("random",)),
                 "flags": {"x": ["1", "1f"]},
                 "borrowed": {},

@@ -46,7 +46,7 @@ FORGED: dict[str, Callable[[Any, Any], object]] = {
     ),
     "a list that says dict": lambda d, m: d["state"].update(scheduler={"dict": [1]}),
     "bytes that are no base64": lambda d, m: d.update(state={"Counter": {"bytearray": "w"}}),
-    "parameters that are no texts": lambda d, m: d["parameters"].update(optimizer=[[1, 2]] * 4),
+    "parameters that are no texts": lambda d, m: d["parameters"].update(optimizer=[[1, 2, None]] * 4),
     "an address for an object": lambda d, m: d["state"].update(
         scheduler={"dict": {"a": {"numpy.ndarray": ["O", [1], "QUFBQUFBQUE="]}}}
     ),

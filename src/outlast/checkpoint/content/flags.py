@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-Flags = dict[str, list[str]]  # of each module of a state, by its name there; see :func:`flags_of`
+Flags = dict[str, tuple[str, str]]  # of each module of a state, by its name there; see :func:`flags_of`
 
 
 def flags_of(state: Mapping[str, object]) -> Flags:
@@ -20,14 +20,14 @@ def flags_of(state: Mapping[str, object]) -> Flags:
     evaluation) than itself: the mode of the whole is the script's to set for each step.
     """
     return {
-        name: [_packed(_trained(one)), _packed(_apart(one))]
+        name: (_packed(_trained(one)), _packed(_apart(one)))
         for name, one in state.items()
         if isinstance(one, torch.nn.Module)
     }
 
 
 def flags_that_stay(
-    saved: Mapping[str, list[str]], live: Sequence[Flags], state: Mapping[str, object]
+    saved: Mapping[str, tuple[str, str]], live: Sequence[Flags], state: Mapping[str, object]
 ) -> list[str]:
     """Return in which flags a run differs from the checkpoint that it began from, as lines for a message.
 

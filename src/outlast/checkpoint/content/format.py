@@ -9,7 +9,6 @@ HuggingFaceStorageReader read it: the header carries ``DCP_SHARDING_INFO`` and `
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +32,6 @@ from outlast.errors import UsageError
 
 _HEADER_ALIGNMENT = 64
 _NO_PIECES: Mapping[str, Piece] = {}
-_NOTHING: Mapping[str, int] = {}
 _NOTE_WIDTH = 192  # beside the run id; equal for all steps, so that a layout serves more than one
 # What safetensors has had a name for since 0.4; a tensor of another type is stored as its bytes.
 _STORED: dict[torch.dtype, str] = {
@@ -150,24 +148,6 @@ def _offsets(piece: Piece | None, dimensions: int) -> tuple[int, ...]:
     return (*offsets, *(0,) * (dimensions - len(offsets)))
 
 
-class Staging:
-    """Host memory that holds the image of a rank's file; kept from save to save, since new memory is slow."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def fill(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
-        """Return the image of the file; it is valid until the next call."""
-        if self._memory is None or len(self._memory) < layout.nbytes:
-            self._memory = None
-            self._memory = allocate(layout.nbytes)
-        image = as_tensor(self._memory)
-        copy_tensors(((tensors[key], entry.begin) for key, entry in layout.entries.items()), image, 1)
-        view = memoryview(self._memory)[: layout.nbytes]
-        view[: len(layout.header)] = layout.header
-        return view
-
-
 @dataclass(frozen=True)
 class Image:
     """A rank's files in memory; the digests were taken from these very bytes."""
@@ -177,18 +157,21 @@ class Image:
     document: bytes
 
 
-def make_image(captured: Captured, step: int, identity: Identity, staging: Staging) -> Image:
+def make_image(captured: Captured, step: int, identity: Identity) -> Image:
     """Turn a captured state into the bytes of a rank's files.
 
     Args:
         captured: the state; its tensors are copied here.
         step: completed steps.
         identity: whose state it is; goes into two of the files.
-        staging: memory for the safetensors file.
     """
     layout = lay_out(captured.tensors, notes_of(step, identity), captured.pieces)
-    view = staging.fill(layout, captured.tensors)
-    return Image(view, chunk_digests(view), rank_document(captured, layout, step, identity))
+    memory = allocate(layout.nbytes)
+    pairs = ((captured.tensors[key], entry.begin) for key, entry in layout.entries.items())
+    copy_tensors(pairs, as_tensor(memory), 1)
+    view = memoryview(memory)[: layout.nbytes]
+    view[: len(layout.header)] = layout.header
+    return Image(view, chunk_digests(view), rank_document(captured, layout, step, identity, {}))
 
 
 def notes_of(step: int, identity: Identity) -> dict[str, str]:
@@ -213,7 +196,7 @@ def rank_document(
     layout: Layout,
     step: int,
     identity: Identity,
-    borrowed: Mapping[str, int] = _NOTHING,
+    borrowed: Mapping[str, int],
 ) -> bytes:
     """Return a rank's JSON file.
 

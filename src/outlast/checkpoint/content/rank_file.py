@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from xxhash import xxh3_64_hexdigest
 
@@ -23,9 +22,13 @@ from outlast.checkpoint.policy.manifest import (
     some,
 )
 from outlast.checkpoint.policy.table import Shard, TensorEntry
+from outlast.codec import Malformed, Meta, convert
 from outlast.fields import FORMAT_VERSION, Damage, DamagedCopy, Fields
 
-_BITS = re.compile("1|[1-9a-f][0-9a-f]*")
+T = TypeVar("T")
+_Count = Annotated[int, Meta(ge=0)]
+_Bits = Annotated[str, Meta(pattern=r"^(1|[1-9a-f][0-9a-f]*)\Z")]
+Parameter = tuple[str, str, list[_Count] | None]  # name, form and strides
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,11 @@ class RankFile:
     shard: Shard
     values: dict[str, Any]
     kinds: dict[str, str]
-    parameters: dict[str, list[list[Any]]]
+    parameters: dict[str, list[Parameter]]
     random: Any
     borrowed: dict[str, int] = field(default_factory=dict)
     shared: tuple[Shard, ...] = ()
-    flags: dict[str, list[str]] = field(default_factory=dict)
+    flags: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -125,22 +128,12 @@ def parse_rank_file(
     names = rank_files(identity.rank, identity.world_size)
     source = names.document
     fields = _parsed(content, source, whose_file(step, identity))
-    borrowed = fields.mapping("borrowed")
-    if any(type(number) is not int or number < 0 for number in borrowed.values()):
-        fields.refuse("borrowed", "numbers of files", repr(borrowed))
+    borrowed = _typed(fields, "borrowed", dict[str, _Count])
     shard = Shard.of(fields, row.entries(names)[0], row, borrowed)
-    values, kinds = fields.mapping("state"), fields.mapping("kinds")
-    parameters = fields.mapping("parameters")
-    for known in parameters.values():
-        if type(known) is not list or not all(map(_is_parameter, known)):
-            fields.refuse(
-                "parameters", "name, form and strides of each parameter of an optimizer", repr(known)
-            )
-    if any(type(kind) is not str for kind in kinds.values()):
-        fields.refuse("kinds", "names of types", repr(kinds))
-    flags = fields.mapping("flags")
-    if not all(type(rows) is list and len(rows) == 2 and all(map(_is_row, rows)) for rows in flags.values()):
-        fields.refuse("flags", "two rows of bits for each module", repr(flags))
+    kinds = _typed(fields, "kinds", dict[str, str])
+    parameters = _typed(fields, "parameters", dict[str, list[Parameter]])
+    flags = _typed(fields, "flags", dict[str, tuple[_Bits, _Bits]])
+    values = fields.mapping("state")
     random = fields.value("random", object)
     found = contents_of(source, fields.values)
     if found != contents:
@@ -157,19 +150,11 @@ def _parsed(content: bytes, source: str, whose: Mapping[str, Any]) -> Fields:
     return fields
 
 
-def _is_row(said: Any) -> bool:
-    return type(said) is str and _BITS.fullmatch(said) is not None
-
-
-def _is_parameter(said: Any) -> bool:
-    if type(said) is not list or not 2 <= len(said) <= 3:
-        return False
-    order = said[2] if len(said) == 3 else []
-    return (
-        all(type(text) is str for text in said[:2])
-        and type(order) is list
-        and all(type(step) is int and step >= 0 for step in order)
-    )
+def _typed(fields: Fields, name: str, kind: type[T]) -> T:
+    try:
+        return convert(fields.value(name, dict), kind)
+    except Malformed as error:
+        raise DamagedCopy(Damage(fields.source, name, str(error))) from error
 
 
 def parse_alike_file(

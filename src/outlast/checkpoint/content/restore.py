@@ -21,6 +21,7 @@ from outlast.checkpoint.content.codecs import (
     unknown,
 )
 from outlast.checkpoint.content.random_states import restore_random
+from outlast.checkpoint.content.rank_file import Parameter
 from outlast.checkpoint.content.state import (
     LiveState,
     holds_state,
@@ -43,7 +44,7 @@ def require_fit(
     state: Mapping[str, object],
     saved: Mapping[str, Any],
     kinds: Mapping[str, str],
-    parameters: Mapping[str, Sequence[Sequence[Any]]],
+    parameters: Mapping[str, Sequence[Parameter]],
 ) -> None:
     """Compare a saved state with the live objects, before anything is changed.
 
@@ -89,7 +90,7 @@ def require_fit(
         raise CheckpointMismatch(f"{len(found)} difference(s): {first_few(found)}")
 
 
-def _differences(holder: object, saved: Any, parameters: Sequence[Sequence[Any]]) -> Iterator[str]:
+def _differences(holder: object, saved: Any, parameters: Sequence[Parameter]) -> Iterator[str]:
     if isinstance(holder, torch.nn.Module):
         yield from _module_differences(holder, saved)
     elif isinstance(holder, torch.optim.Optimizer):
@@ -220,7 +221,7 @@ def apply(
     state: Mapping[str, object],
     saved: Mapping[str, Any],
     random: dict[str, Any],
-    parameters: Mapping[str, Sequence[Sequence[Any]]],
+    parameters: Mapping[str, Sequence[Parameter]],
 ) -> str:
     """Put a saved state into the live objects, the random states last.
 
@@ -259,7 +260,7 @@ def _revived(name: str, content: Any) -> Any:
         ) from error
 
 
-def _give(name: str, holder: Stateful, content: Any, parameters: Sequence[Sequence[Any]]) -> None:
+def _give(name: str, holder: Stateful, content: Any, parameters: Sequence[Parameter]) -> None:
     try:
         if isinstance(holder, torch.optim.Optimizer) and takes_as_torch_does(holder):
             _give_optimizer(holder, content, parameters)
@@ -278,9 +279,7 @@ def takes_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
     return own and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
-def _give_optimizer(
-    optimizer: torch.optim.Optimizer, content: Any, parameters: Sequence[Sequence[Any]]
-) -> None:
+def _give_optimizer(optimizer: torch.optim.Optimizer, content: Any, parameters: Sequence[Parameter]) -> None:
     """Have an optimizer take its state; its tensors, such as a learning rate, stay those that they are.
 
     A CUDA graph that was captured reads those very tensors, and nothing moves a saved rate to its device.
@@ -318,7 +317,7 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[Sequence[Any]]) -> None:
+def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[Parameter]) -> None:
     """Let what an optimizer has of a parameter follow the memory order of that, where it did so before.
 
     A fused kernel pairs the elements of both by their places in memory.
@@ -328,8 +327,8 @@ def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[S
         local = local_of(params[place])
         if place >= len(parameters) or local.layout is not torch.strided:
             continue
-        then = parameters[place]
-        strides = tuple(then[2]) if len(then) > 2 else in_order(local.shape)
+        _, _, order = parameters[place]
+        strides = in_order(local.shape) if order is None else tuple(order)
         if strides != local.stride() and is_dense(local.shape, local.stride()):
             for name, value in entries.items():
                 alike = type(value) is torch.Tensor and value.shape == local.shape

@@ -33,6 +33,7 @@ from outlast.checkpoint.content.codecs import (
 from outlast.checkpoint.content.flags import Flags, flags_of
 from outlast.checkpoint.content.memory import uncollected
 from outlast.checkpoint.content.random_states import capture_random
+from outlast.checkpoint.content.rank_file import Parameter
 from outlast.checkpoint.content.typed_forms import DEPTH, Json
 from outlast.checkpoint.content.typed_json import Encoder, Path, form_of
 from outlast.checkpoint.policy.table import in_order
@@ -68,7 +69,7 @@ class Captured:
     aliases: dict[str, str]
     random: dict[str, Any]
     pieces: dict[str, Piece] = field(default_factory=dict)
-    parameters: dict[str, list[list[Any]]] = field(default_factory=dict)
+    parameters: dict[str, list[Parameter]] = field(default_factory=dict)
     flags: Flags = field(default_factory=dict)
     form: object = field(default_factory=object, compare=False)
 
@@ -255,7 +256,7 @@ class Capturer:
     def __init__(self) -> None:
         self._form: _Form | None = None
         self._keys = _Keys([], {}, {})
-        self._stepped: tuple[object, dict[str, list[list[Any]]]] = (None, {})  # names and form, parameters
+        self._stepped: tuple[object, dict[str, list[Parameter]]] = (None, {})  # names and form, parameters
 
     @uncollected()
     def capture(self, state: Mapping[str, object]) -> Captured:
@@ -286,7 +287,7 @@ class Capturer:
             *(parameters, flags, keys),
         )
 
-    def _parameters_of(self, state: Mapping[str, object]) -> dict[str, list[list[Any]]]:
+    def _parameters_of(self, state: Mapping[str, object]) -> dict[str, list[Parameter]]:
         """Return what each optimizer steps; as the last time, if names and form are equal."""
         stepped = _stepped_in(state)
         parts, placements = _parts_of(chain.from_iterable(stepped.values()))
@@ -471,7 +472,7 @@ def kinds_of(state: Mapping[str, object]) -> dict[str, str]:
     return {name: type(holder).__qualname__ for name, holder in state.items() if isinstance(holder, kinds)}
 
 
-def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[Any]]]:
+def parameters_of(state: Mapping[str, object]) -> dict[str, list[Parameter]]:
     """Return what each optimizer steps, in its order: an optimizer's state knows parameters by number alone.
 
     Of each parameter the name that it has in a module of the state, "model.blocks.0.weight" (empty: in none),
@@ -480,7 +481,7 @@ def parameters_of(state: Mapping[str, object]) -> dict[str, list[list[Any]]]:
     stepped = _stepped_in(state)
     return {
         name: [
-            [key, form_of(parameter), *_order_of(parameter)]
+            (key, form_of(parameter), _order_of(parameter))
             for key, parameter in zip(keys, stepped[name], strict=True)
         ]
         for name, keys in _names_of(stepped, state).items()
@@ -508,11 +509,11 @@ def _names_of(
     return {name: [names.get(id(one), "") for one in parameters] for name, parameters in stepped.items()}
 
 
-def _order_of(parameter: torch.Tensor) -> tuple[list[int], ...]:
+def _order_of(parameter: torch.Tensor) -> list[int] | None:
     local = local_of(parameter)
     if local.layout is not torch.strided or local.stride() == in_order(local.shape):
-        return ()
-    return (list(local.stride()),)
+        return None
+    return list(local.stride())
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from outlast.checkpoint.content.rank_file import Parameter
 from outlast.checkpoint.content.restore import is_optimizers
 from outlast.checkpoint.content.typed_json import form_of
 
-_Parameters = Sequence[Sequence[Any]]  # name and form of each that an optimizer steps
+_Parameters = Sequence[Parameter]  # that an optimizer steps
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _BY_PLACE = ("params", "param_names")  # of a group; all else are values
 

@@ -61,7 +61,7 @@ class Restored:
     nbytes: int
     seconds: float
     tier: str = ""
-    flags: Mapping[str, list[str]] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -91,7 +91,7 @@ class Restorer:
         self._unusable: dict[str, str] = {}  # why, by name
         self._received: Received | None = None  # of the copy that is tried
         self._cursor: Any = None  # of the copy that was applied, and the flags of this rank's modules
-        self._flags: Mapping[str, list[str]] = {}
+        self._flags: Mapping[str, tuple[str, str]] = {}
 
     def restore(self) -> Restored | None:
         """Load; see :meth:`outlast.checkpoint.checkpointer.Checkpointer.restore`."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.content.digest import ends_of, row_of
-from outlast.checkpoint.content.format import Image, Staging, lay_out, make_image
+from outlast.checkpoint.content.format import Image, lay_out, make_image
 from outlast.checkpoint.content.memory import allocate, as_tensor, share_of_processors
 from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import take_apart, tensors_in
@@ -457,7 +457,7 @@ def _commit(tier: DirectoryTier, origin: Origin, contents: Mapping[str, object])
     random = derived_random(f"{origin.run_id}:{origin.step}", {})
     captured = take_apart(contents, dict(origin.kinds), random)
     identity = Identity(origin.run_id, _GENERATION, 0, 1)
-    image = make_image(captured, origin.step, identity, Staging())
+    image = make_image(captured, origin.step, identity)
     with tier.writing(name) as temporary:
         manifest = Manifest(
             run_id=origin.run_id,
