@@ -171,7 +171,7 @@ def half(copy: Any, rank: int, sizes: Sequence[int]) -> None:
     for key, form in world.forms.items():
         shape = form.shape
         wanted = part_of(shape, splits) if shape else Part.whole(shape)
-        for _, sources in world.held(key, wanted):
+        for sources in world.held(key, wanted).values():
             world.stored(key, sources[rank % len(sources)])
     world.pairs(world.forms, rank, math.prod(fewer))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from outlast.checkpoint.load import restorer
-from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.load.restorer import Restorer
+from outlast.checkpoint.policy.manifest import copy_name, rank_files
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from tests.support.jobs import Job, checkpointer, save_steps
 from tests.support.launching import until
@@ -57,3 +58,17 @@ def test_a_copy_that_its_writer_removes_while_a_rank_looks_at_it_is_not_waited_f
     restored = checkpointer(folder, generation=2).restore(job.state)
     assert restored is not None
     assert (restored.step, job.content()) == (20, content[20])
+
+
+def test_a_damaged_copy_that_no_listing_names_any_more_gives_way_to_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = save_steps(tmp_path, 1, 2)
+    path = tmp_path / copy_name(2, 1) / rank_files(0, 1).tensors
+    octets = path.read_bytes()
+    path.write_bytes(octets[:-1] + bytes([octets[-1] ^ 1]))
+    monkeypatch.setattr(Restorer, "_serving", lambda *_: [])
+    job = Job(9)
+    restored = checkpointer(tmp_path, generation=2).restore(job.state)
+    assert restored is not None
+    assert (restored.step, job.content()) == (1, content[1])

@@ -37,7 +37,7 @@ from outlast.checkpoint.load.reading import (
     read_verified,
     reserve,
 )
-from outlast.checkpoint.load.world import Leaf, Merger, World, absent, leaves_of
+from outlast.checkpoint.load.world import Leaf, Merger, World, leaves_of
 from outlast.checkpoint.policy.manifest import (
     MANIFEST,
     RANDOM,
@@ -242,9 +242,9 @@ def _lacks_entries(own: RankFile, state: LiveState) -> bool:
     for name, holder in state.items():
         value = own.values.get(name)
         if isinstance(holder, torch.nn.Module) and value is not None:
-            content, merger = state.content(name), Merger(complete=True)
-            merger.merge([(0, value)], content, name)
-            if merger.left or absent(value, content, name):
+            merger = Merger(complete=True)
+            merger.merge([(0, value)], state.content(name), name)
+            if merger.left or merger.absent:
                 return True
     return False
 
@@ -344,8 +344,8 @@ class _Plan:
                 continue
             complete = bool(tensors) and _names_all(self._state[name])
             content = self._state.content(name) if complete or len(said) > 1 else None
-            values[name] = Merger(complete, self._problems, self.left).merge(said, content, name)
-            self._absent += absent(values[name], content, name) if complete else ()
+            merger = Merger(complete, self._problems, self.left, self._absent)
+            values[name] = merger.merge(said, content, name)
         self._refuse()
         rest = [file for _, file in world.differing(REST)]
         kinds = {name: kind for file in rest for name, kind in file.kinds.items() if name in values}

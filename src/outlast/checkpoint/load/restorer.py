@@ -120,6 +120,7 @@ class Restorer:
                 if examined.fine:
                     return self._applied(plan, examined, started)
                 self._groups.undo()
+                self._received = None  # its memory, before another copy is read
                 self._unusable[plan.name] = examined.text
                 self._put_away(plan, examined)
             else:
@@ -334,32 +335,25 @@ class Restorer:
             agreed.raise_common(CheckpointError)
 
     def _exclude(self, excluded: Excluded) -> None:
-        around = self._around
-        name, reason = excluded.name, excluded.reason
-        only_in_memory = excluded.aside and name not in around.tier.names()
-        if only_in_memory:  # by every rank, before the first drops it: any of them may be killed now
-            with contextlib.suppress(OSError):
-                around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
-        if excluded.aside:
-            self._drop_from_memory(name)
-        if not around.leads:
-            return
-        if only_in_memory:
-            around.record(Quarantined, step=excluded.step, checkpoint=f"memory/{name}", reason=reason)
-            return
+        around, name, reason = self._around, excluded.name, excluded.reason
         if not excluded.aside:
             around.record(Note, reason=f"{name} is passed over: {reason}")
             return
-        damage = vars(excluded.damage or Damage("", "", ""))
-        note = {"name": name, "reason": reason, "rank": excluded.rank, **damage, "time": around.clock.wall()}
-        try:
-            around.tier.quarantine(name, note)
-        except OSError as error:
-            around.record(
-                Note, reason=f"{name} is passed over ({reason}); it could not be moved away: {error}"
-            )
-        else:
-            around.record(Quarantined, step=excluded.step, checkpoint=name, reason=reason)
+        on_disk = name in around.tier.names()
+        if not on_disk:  # by every rank, before the first drops it: any of them may be killed now
+            with contextlib.suppress(OSError):
+                around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
+        self._drop_from_memory(name)
+        if on_disk and around.leads:
+            note = {"name": name, "reason": reason, "rank": excluded.rank, "time": around.clock.wall()}
+            try:
+                around.tier.quarantine(name, note | vars(excluded.damage or Damage("", "", "")))
+            except OSError as error:
+                why = f"{name} is passed over ({reason}); it could not be moved away: {error}"
+                around.record(Note, reason=why)
+                return
+        place = name if on_disk else f"memory/{name}"
+        around.record(Quarantined, step=excluded.step, checkpoint=place, reason=reason)
 
     def _applied(self, plan: LoadPlan, examined: Agreed, started: float) -> Restored:
         """Have all ranks put their parts into the live objects, and record it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,18 +39,6 @@ from outlast.fields import Damage, DamagedCopy
 from outlast.parallelism.policy.slices import Part, Split, cover, divided, overlapping
 
 
-class Held(NamedTuple):
-    """A stored part of a tensor, and who has it.
-
-    Args:
-        part: where in the whole it is.
-        sources: numbers of the files, see :class:`outlast.checkpoint.load.reading.Stored`.
-    """
-
-    part: Part
-    sources: Sequence[int]
-
-
 class _Group:
     """The files that have the same table: of some ranks, or one that all ranks share.
 
@@ -70,17 +58,17 @@ class _Group:
         self.sources = list(rows)
         self._at: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
 
-    def holding(self, form: Form, wanted: Part) -> Iterator[Held]:
-        """Yield what is stored of a tensor and overlaps a part of it."""
+    def holding(self, form: Form, wanted: Part) -> Iterator[tuple[Part, list[int]]]:
+        """Yield the stored parts of a tensor that overlap a part of it, and the files that have them."""
         if form.mesh is None:
             part = form.of((), ())
             if part.overlap(wanted) is not None:
-                yield Held(part, self.sources)
+                yield part, self.sources
             return
         at, mesh = self._index(form), self.table.meshes[form.mesh]
         for place, part in _within(Part.whole(form.shape), form.cuts, mesh, wanted):
             if place in at:
-                yield Held(part, at[place])
+                yield part, at[place]
 
     def is_divided(self, form: Form) -> bool:
         """Say whether no two ranks have the same part of a tensor."""
@@ -212,18 +200,18 @@ class World:
             return ""
         return f"{key} is {first[0]} on {self._named(first[1])}, {other[0]} on {self._named(other[1])}"
 
-    def held(self, key: str, wanted: Part) -> list[Held]:
-        """Return what is stored of a tensor and overlaps a part of it: each part once, with all that have it.
+    def held(self, key: str, wanted: Part) -> dict[Part, list[int]]:
+        """Return the stored parts of a tensor that overlap a part of it, each with the files that have it.
 
         Args:
             key: of the tensor.
             wanted: the part.
         """
-        found: dict[Part, Sequence[int]] = {}
+        found: dict[Part, list[int]] = {}
         for group in self._having[key]:
             for part, sources in group.holding(group.table.forms[key], wanted):
                 found[part] = sorted((*found[part], *sources)) if part in found else sources
-        return [Held(part, sources) for part, sources in found.items()]
+        return found
 
     def stored(self, key: str, source: int) -> Stored:
         """Return where a tensor is in the file of a number."""
@@ -249,8 +237,9 @@ class World:
         """
         wanted, mine = target.part, self.source(key, reader) if own else -1
         held = self.held(key, wanted)
-        taken, missing = cover(wanted, [each.part for each in held])
-        commons = (each.part.overlap(wanted) for each in held)
+        parts = list(held)
+        taken, missing = cover(wanted, parts)
+        commons = (each.overlap(wanted) for each in parts)
         if sum(common.numel for common in commons if common) > sum(part.numel for _, part in taken):
             return [], f"{key} is stored in parts that overlap"
         if missing:
@@ -258,7 +247,7 @@ class World:
             return [], f"{key} is not complete: no rank stored {shape} at {offsets}"
         moves = []
         for place, part in taken:
-            sources = held[place].sources
+            sources = held[parts[place]]
             source = mine if mine in sources else sources[reader % len(sources)]
             moves.append(Move(self.stored(key, source), part, target))
         return moves, ""
@@ -282,10 +271,9 @@ class World:
                 if form is None:
                     continue
                 part = form.of(group.table.meshes, group.rows[source].coordinates)
-                for same, (one, *_) in self.held(key, part):
-                    alike = self._group_of[one].table.forms[key].text == form.text
-                    if same == part and one != source and alike:
-                        found.append((key, self.stored(key, one), self.stored(key, source)))
+                one, *_ = self.held(key, part).get(part, [source])
+                if one != source and self._group_of[one].table.forms[key].text == form.text:
+                    found.append((key, self.stored(key, one), self.stored(key, source)))
         return found
 
     def differences(self, keys: Collection[str], reader: int, readers: int) -> list[str]:
@@ -400,14 +388,16 @@ class Merger:
 
     Args:
         complete: live mappings that are not empty have all that they can take: entries with tensors that
-            they lack are left out.
+            they lack are left out, and tensors that they alone have are noted.
         problems: what could not be put together; filled.
         left: keys of tensors that the live objects did not ask for; filled.
+        absent: paths of live tensors that no rank has; filled.
     """
 
     complete: bool = False
     problems: list[str] = field(default_factory=list)
     left: set[str] = field(default_factory=set)
+    absent: list[str] = field(default_factory=list)
 
     def merge(self, said: Said, live: Any, path: str) -> Json:
         """Return one tree.
@@ -451,13 +441,16 @@ class Merger:
             dropped = {key for key in unwanted if type(json.loads(key)) in (str, int) and tensors(key)}
             unwanted -= dropped
         keys = {key: None for key in keys if key not in dropped}
+        absent = [key for key in wanted if key not in keys]
         if any(len(entries.keys() - dropped) < len(keys) for _, entries in known):
-            absent = [key for key in wanted if key not in keys]
             if absent or len(unwanted) == len(keys):
                 where = f"{path} has other entries on other ranks ({some(map(_text, keys))})"
                 lacking = f"no rank has {some(map(_text, absent))}" if absent else "none of them is live here"
                 self.problems.append(f"{where}, and {lacking}")
             dropped |= unwanted
+        if self.complete:
+            missing = [key for key in absent if isinstance(wanted[key], torch.Tensor)]
+            self.absent += [f"{path}.{_text(key)}" for key in missing]
         self.left.update(*map(tensors, dropped))
         merged = {
             key: self.merge(
@@ -492,20 +485,6 @@ class Merger:
             for at in range(len(lists[0][1]))
         ]
         return merged if form == "list" else {form: merged}
-
-
-def absent(tree: Json, live: Any, path: str) -> list[str]:
-    """Return the paths of the live tensors that a tree does not have."""
-    form = _form(tree)
-    if form not in ("dict", *_PAIRS) or not isinstance(live, Mapping):
-        return []
-    entries, found = _entries(form, tree), []
-    for key, one in _live_entries(live).items():
-        if key in entries:
-            found += absent(entries[key], one, f"{path}.{_text(key)}")
-        elif isinstance(one, torch.Tensor):
-            found.append(f"{path}.{_text(key)}")
-    return found
 
 
 def _form(tree: Json) -> str:
