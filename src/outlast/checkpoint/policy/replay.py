@@ -47,21 +47,19 @@ def plan(
         end: compare no step beyond it; None: all that there is.
     """
     last = max((*copies, *records), default=0) if end is None else end
-    if start is None:
-        proven = [step for step, word in copies.items() if word == "proven"]
-        behind = [step for step in proven if any(step < one <= last for one in (*copies, *records))]
-        if behind:
-            start, reason = max(behind), "the newest proven copy with something to compare behind it"
-        elif copies:
-            start = min(copies)
-            reason = "the oldest copy: none that is proven has something to compare behind it"
-        else:
-            start, reason = 0, "the beginning: there is no copy"
-    elif start and start not in copies:
+    newest = max((step for step in (*copies, *records) if step <= last), default=0)
+    behind = [step for step, word in copies.items() if word == "proven" and step < newest]
+    reason = "--from says so"
+    if start and start not in copies:
         there = ", ".join(map(str, sorted(copies))) or "none"
         return f"there is no whole copy of step {start}; there are: {there}"
-    else:
-        reason = "--from says so"
+    if start is None and behind:
+        start, reason = max(behind), "the newest proven copy with something to compare behind it"
+    elif start is None and copies:
+        start = min(copies)
+        reason = "the oldest copy: none that is proven has something to compare behind it"
+    elif start is None:
+        start, reason = 0, "the beginning: there is no copy"
     within = tuple(step for step in sorted(copies) if start < step <= last)
     noted = tuple(step for step in sorted(records) if start < step <= last)
     if not within and not noted:

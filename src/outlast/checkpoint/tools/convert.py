@@ -41,7 +41,7 @@ from outlast.checkpoint.policy.manifest import (
 from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.tiers.inventory import read_manifest
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
-from outlast.errors import CheckpointError, CheckpointMismatch, UsageError
+from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, UsageError
 from outlast.fields import Fields
 from outlast.ipc.exchange import SystemClock
 from outlast.parallelism.policy.slices import Part
@@ -287,7 +287,7 @@ def _of_dcp(source: Path, leave_out: Sequence[str]) -> Any:
 
     if not source.is_dir():
         raise UsageError(f"{source} is no folder; one that DCP wrote is expected; nothing was written")
-    with _dcp(str(source)):
+    with _understood(source, "a folder of DCP"), _dcp(str(source)):
         content, pickled = read_dcp(source, leave_out)
     if pickled:
         raise UsageError(
@@ -304,11 +304,28 @@ def _of_torch_save(source: Path, leave_out: Sequence[str]) -> Any:
     if not source.is_file():
         raise UsageError(f"{source} is no file; one that torch.save wrote is expected; nothing was written")
     _require_stored(source)
-    try:
+    with _understood(source, "a file of torch.save"):
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except OSError:
+    if isinstance(content, dict):
+        for key in leave_out:
+            content.pop(key, None)
+    return content
+
+
+@contextmanager
+def _understood(source: Path, form: str) -> Iterator[None]:
+    """Turn what is raised for something of another form into an error that names it.
+
+    Raises:
+        UsageError: it holds pickled objects.
+        CheckpointError: it cannot be read.
+        OSError: the file system refused.
+    """
+    try:
+        yield
+    except (OSError, OutlastError):
         raise
-    except Exception as error:  # what torch and safetensors raise for a file of another form
+    except Exception as error:
         named = _CLASS.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if named is not None:
             raise UsageError(
@@ -316,14 +333,8 @@ def _of_torch_save(source: Path, leave_out: Sequence[str]) -> Any:
                 " nothing was written; if you trust the file, load it and save it again without them"
             ) from error
         why = (str(error).strip().splitlines() or ["it is cut off"])[-1]
-        raise CheckpointError(
-            f"{source} cannot be read as a file of torch.save: {type(error).__name__}: {why}; nothing was"
-            " written"
-        ) from error
-    if isinstance(content, dict):
-        for key in leave_out:
-            content.pop(key, None)
-    return content
+        what = f"{type(error).__name__}: {why}"
+        raise CheckpointError(f"{source} cannot be read as {form}: {what}; nothing was written") from error
 
 
 def _require_stored(source: Path) -> None:

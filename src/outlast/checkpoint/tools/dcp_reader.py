@@ -123,42 +123,29 @@ def read_dcp(source: Path, leave_out: Sequence[str]) -> tuple[dict[str, Any], li
         The content, nested as it was saved, and the keys of values that are pickled objects.
 
     Raises:
-        CheckpointError: its metadata is none, or what it names is no regular file in the folder.
+        CheckpointError: what its metadata names is no regular file in the folder.
         OSError: the file system refused.
+        Exception: any other, where its metadata is none: a pickle can put anything in the place of anything.
     """
     reader, planner = _Reader(source), _Planner()
-    with _understood(source):
-        metadata = reader.read_metadata()
-        flat: dict[str, Any] = {
-            key: torch.empty(each.size, dtype=each.properties.dtype)
-            if isinstance(each, TensorStorageMetadata)
-            else None
-            for key, each in metadata.state_dict_metadata.items()
-            if not any(key == out or key.startswith(f"{out}.") for out in leave_out)
-        }
+    metadata = reader.read_metadata()
+    flat: dict[str, Any] = {
+        key: torch.empty(each.size, dtype=each.properties.dtype)
+        if isinstance(each, TensorStorageMetadata)
+        else None
+        for key, each in metadata.state_dict_metadata.items()
+        if not any(key == out or key.startswith(f"{out}.") for out in leave_out)
+    }
     load(flat, storage_reader=reader, planner=planner)
     nested: dict[Any, Any] = {}
-    with _understood(source):
-        paths = metadata.planner_data or {}
-        for key, value in flat.items():
-            *above, last = paths.get(key, (key,))
-            place = nested
-            for each in above:
-                place = place.setdefault(each, {})
-            place[last] = value
-        return _with_lists(nested), planner.pickled
-
-
-@contextmanager
-def _understood(source: Path) -> Iterator[None]:
-    """Turn what metadata of another form raise into a CheckpointError."""
-    try:
-        yield
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:  # a pickle can put anything in the place of anything
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{source}/{_METADATA} cannot be read: {what}; nothing was written") from error
+    paths = metadata.planner_data or {}
+    for key, value in flat.items():
+        *above, last = paths.get(key, (key,))
+        place = nested
+        for each in above:
+            place = place.setdefault(each, {})
+        place[last] = value
+    return _with_lists(nested), planner.pickled
 
 
 def _with_lists(value: Any) -> Any:
