@@ -12,7 +12,7 @@ from outlast._lazy import lazily
 
 if TYPE_CHECKING:
     from outlast.agreement.worker.ping import check_nccl_health
-    from outlast.checkpoint.tools.listing import get_iteration_from_checkpoint
+    from outlast.compat.bridge import get_iteration_from_checkpoint
     from outlast.compat.nan_detector import NaNDetector
     from outlast.compat.shutdown_handler import ShutdownHandler
     from outlast.compat.slurm_job import (
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazily(
         "StragglerDetectionCallback": "outlast.compat.straggler_callback",
         "check_gpu_health": "outlast.health.worker",
         "check_nccl_health": "outlast.agreement.worker.ping",
-        "get_iteration_from_checkpoint": "outlast.checkpoint.tools.listing",
+        "get_iteration_from_checkpoint": "outlast.compat.bridge",
         "get_slurm_info": "outlast.compat.slurm_job",
         "is_slurm_job": "outlast.compat.slurm_job",
         "is_slurm_requeue": "outlast.compat.slurm_job",

@@ -6,15 +6,23 @@ field that cannot take effect has to keep its default: ConfigError lists all oth
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from outlast import settings
+from outlast.checkpoint.policy.manifest import parse_copy_name
+from outlast.checkpoint.policy.resolve import CopyState
+from outlast.checkpoint.tiers.inventory import inspect
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tools import listing
 from outlast.compat.straggler_callback import NVRxStragglerDetectionConfig
 from outlast.config import CheckpointOptions, NumericsOptions, PreemptionOptions, RerunOptions
-from outlast.errors import ConfigError
+from outlast.errors import ConfigError, RunFolderUnusable, UsageError
 
 __all__ = [
     "CheckpointConfig",
@@ -22,12 +30,16 @@ __all__ = [
     "InProcessRestartConfig",
     "NVRxStragglerDetectionConfig",
     "RerunStateMachineConfig",
+    "get_iteration_from_checkpoint",
     "guard_options",
     "preemption_options",
     "resilient_arguments",
     "run_options",
     "start_arguments",
 ]
+_FOREIGN = re.compile(
+    r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
+)
 _FAULT_TYPES = ("rank_hung", "rank_killed", "random")
 
 
@@ -337,3 +349,34 @@ def _without_effect(config: Any, cures: Mapping[str, str]) -> Iterator[str]:
 def _refuse(config: Any, problems: Any) -> None:
     if problems:
         raise ConfigError(type(config).__name__, tuple(problems))
+
+
+def get_iteration_from_checkpoint(path: str) -> int:
+    """Return the completed steps of a checkpoint, or of the newest whole one of a run; 0: the run has none.
+
+    No tensor is read: a load may find that it is damaged, and take an older one.
+
+    Args:
+        path: of a copy (``step-000000120.g7``) in any folder; of a checkpoint of Megatron-LM, NeMo or
+            KempnerForge, of which nothing but the name is read; of a run folder or a folder of copies.
+
+    Raises:
+        UsageError: there is no such folder, or the copy is not whole.
+    """
+    folder = Path(path)
+    if folder.is_dir() and parse_copy_name(folder.name) is not None:
+        copy = inspect(DirectoryTier(folder.parent), folder.name, None)
+        if copy.state is not CopyState.WHOLE:
+            raise UsageError(
+                f"{path} is {copy.state.value}: {copy.reason}; name another copy, or the run folder"
+            )
+        return copy.step
+    foreign = _FOREIGN.search(folder.name)
+    if foreign is not None and folder.is_dir() and not (folder / "run.json").exists():
+        return int(next(filter(None, foreign.groups())))
+    target = listing.find(path)
+    there = [item for item in listing.items(target) if not item.aside]
+    with suppress(OSError, RunFolderUnusable):
+        there += listing.staged(target)
+    found = (listing.look(item).copy for item in there)
+    return max((copy.step for copy in found if copy.state is CopyState.WHOLE), default=0)

@@ -17,6 +17,7 @@ from outlast.observe.policy import goodput, imports, node_logs
 from outlast.observe.policy.goodput import AGENT_DEATH, Category, Incident, Ledger
 from outlast.observe.policy.imports import ImportCosts
 from outlast.observe.run_folder import RunFolder
+from outlast.observe.text import clean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -227,13 +228,6 @@ def render(ledger: Ledger, console: Console) -> None:
 
 def _say(console: Console, text: str) -> None:
     console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
-
-
-def clean(text: str) -> str:
-    """Remove terminal control characters: a reason may be the text of any exception."""
-    return "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text.expandtabs()
-    )
 
 
 def make_table(*columns: str) -> Table:

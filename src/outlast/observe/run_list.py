@@ -14,6 +14,7 @@ from outlast.observe import report, runs, top
 from outlast.observe.following import RunFollower
 from outlast.observe.policy import goodput
 from outlast.observe.run_folder import RunFolder
+from outlast.observe.text import clean
 
 _SHOWN = 50
 _MOST_BYTES = 64 << 20  # of a run's logs, up to which its goodput is computed: that takes the whole log
@@ -71,7 +72,7 @@ def main(as_json: bool) -> int:
         step = "-" if one.step < 0 else f"{one.step}{counted}"
         since = top.ago(wall - one.changed) if one.changed else "-"
         cells = (one.folder, one.run_id, step, str(one.restarts), share, since, one.state)
-        table.add_row(*(Text(report.clean(cell)) for cell in cells))
+        table.add_row(*(Text(clean(cell)) for cell in cells))
     console.print(table)
     if len(found) > _SHOWN:
         console.print(f"and {len(found) - _SHOWN} older ones", markup=False, highlight=False)

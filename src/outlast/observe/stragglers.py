@@ -15,6 +15,7 @@ from outlast.codec import plain
 from outlast.errors import ExitCode
 from outlast.observe import report
 from outlast.observe.policy import heat
+from outlast.observe.text import clean
 from outlast.recovery.policy.events import Record, StepTimes, StragglerSeen
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     newest = max((one.generation for one in log.records), default=0)
     for line in (*_told(found, newest), *_map(times, console), *report.unread(log)):
-        console.print(report.clean(line), markup=False, highlight=False, soft_wrap=True)
+        console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
     return ExitCode.OK
 
 

@@ -19,6 +19,7 @@ from outlast.observe import report
 from outlast.observe.following import RunFollower
 from outlast.observe.policy.now import NodeNow, Now, State
 from outlast.observe.refreshing import seconds_from, until_ctrl_c
+from outlast.observe.text import clean
 from outlast.recovery.policy.events import StepSource
 
 QUIET = 60.0  # seconds without a record, after which that is said: progress is written every 5 s
@@ -104,10 +105,10 @@ def lines(now: Now, wall: float, width: int, height: float = math.inf) -> list[s
     """
     state = doing(now, wall)
     name = now.run_id or "without a name"
-    found = textwrap.wrap(report.clean(f"run {name}: {state}"), width)
+    found = textwrap.wrap(clean(f"run {name}: {state}"), width)
     for label, text in _fields(now, wall):
         found += textwrap.wrap(
-            " ".join(report.clean(text).split()),
+            " ".join(clean(text).split()),
             width,
             initial_indent=f"{label:<{_LABEL}} ",
             subsequent_indent=" " * (_LABEL + 1),
@@ -186,7 +187,7 @@ def _nodes(now: Now, wall: float, width: int, room: float) -> list[str]:
     nodes = sorted(now.nodes, key=lambda one: (one.present, one.step, one.name))
     shown = nodes if len(nodes) <= room - 1 else nodes[: max(1, int(min(room, len(nodes))) - 3)]
     wide = min(max(len(one.name) for one in shown), width - 28)
-    found = [f"{report.clean(one.name)[:wide]:<{wide}} {_node(one, wall)}"[:width] for one in shown]
+    found = [f"{clean(one.name)[:wide]:<{wide}} {_node(one, wall)}"[:width] for one in shown]
     if len(shown) < len(nodes):
         found.append(f"and {len(nodes) - len(shown)} nodes that are further"[:width])
     return found

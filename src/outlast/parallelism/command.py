@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from outlast.errors import ExitCode, UsageError
+from outlast.observe.text import say, table
 from outlast.parallelism.agent import read_model
 from outlast.parallelism.policy.checkpoints import FORMATS
 from outlast.parallelism.policy.degrees import MAY_BE_FIXED, Layout
@@ -206,7 +207,7 @@ def _print_rows(rows: Sequence[Row], nodes: Sequence[Node], as_json: bool) -> No
             f"{row.share:.3f}",
         )
         lines.append((*words, can, pause))
-    _write_table(lines)
+    say(*table(lines))
     sys.stdout.write("\n")
     for row in rows:
         refused = (
@@ -229,11 +230,4 @@ def _print_ranking(found: Sequence[Ranked], as_json: bool) -> None:
     for one in found:
         used, pause = f"{one.memory / _GIB:.1f} GiB", f"{one.pause:.0f} s"
         lines.append((str(one.layout), str(one.idle), f"{one.tokens:.4g}", used, pause, one.reason))
-    _write_table(lines)
-
-
-def _write_table(lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    say(*table(lines))

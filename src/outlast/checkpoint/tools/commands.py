@@ -11,10 +11,11 @@ from typing import Any
 
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tools import listing, upkeep
-from outlast.checkpoint.tools.listing import Item, Target, say
+from outlast.checkpoint.tools.listing import Item, Target
 from outlast.errors import ExitCode, RunFolderUnusable, UsageError
 from outlast.observe.progress import working
 from outlast.observe.run_folder import RunFolder
+from outlast.observe.text import clean, say, size
 
 _OBJECT = "state object; hf takes one (default model), dcp any number (default all)"
 
@@ -181,7 +182,7 @@ def _verify(options: argparse.Namespace) -> int:
             continue
         verdict = f"{copy.state.value}: {copy.reason}"
         if copy.state is CopyState.WHOLE:
-            verdict = f"sound, {listing.size(found.nbytes)} read"
+            verdict = f"sound, {size(found.nbytes)} read"
         more = [f"; {stranger}"] * bool(stranger) + [f"; it is now {aside}"] * bool(aside)
         say(f"{item.label}: {verdict}{''.join(more)}")
     for folder in listing.named_trainings(target) if every and not options.json else ():
@@ -240,13 +241,13 @@ def _export(options: argparse.Namespace) -> int:
         raise UsageError(f"--format hf takes one --object, not {len(names)}; nothing was written")
     from outlast.checkpoint.tools import convert
 
-    with working(f"writing {listing.printable(item.label)} for {options.format}"):
+    with working(f"writing {clean(item.label)} for {options.format}"):
         if options.format == "hf":
             holder = names[0] if names else "model"
             done = convert.export_hugging_face(item.tier, item.name, options.to, holder)
         else:
             done = convert.export_dcp(item.tier, item.name, options.to, names)
-    say(f"{len(done.files)} file(s) are in {options.to}, with {listing.size(done.nbytes)} of tensors")
+    say(f"{len(done.files)} file(s) are in {options.to}, with {size(done.nbytes)} of tensors")
     if done.left_out:
         say(f"left out, because the format has no place for them: {', '.join(done.left_out)}")
     return ExitCode.OK
@@ -260,7 +261,7 @@ def _import(options: argparse.Namespace) -> int:
     from outlast.checkpoint.tools import convert
 
     origin = convert.Origin(target.run_id, options.step, dict(options.kind))
-    with upkeep.changing(target), working(f"importing {listing.printable(str(source))}"):
+    with upkeep.changing(target), working(f"importing {clean(str(source))}"):
         name = convert.import_from(
             options.format, source, target.tier, origin, options.into, options.leave_out
         )

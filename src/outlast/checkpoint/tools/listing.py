@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outlast import files
-from outlast.checkpoint.policy.manifest import Manifest, parse_copy_name, place_of
-from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.policy.manifest import Manifest, place_of
+from outlast.checkpoint.policy.resolve import Copy
 from outlast.checkpoint.policy.table import Shard
 from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
@@ -23,13 +20,11 @@ from outlast.errors import CheckpointMismatch, RunFolderUnusable, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe import runs
 from outlast.observe.run_folder import RunFolder
+from outlast.observe.text import moment, say, size, table
 
 QUARANTINE = "quarantine"
 AGAINST = ("suspect", "quarantined")  # words of the trust in a copy
 _NUMBERS = ("step", "generation", "size", "ranks", "rank", "bytes")
-_FOREIGN = re.compile(
-    r"^iter_([0-9]+)$|^step_([0-9]+)$|(?:^|-)step=([0-9]+)(?:-|$)"  # Megatron-LM, KempnerForge, NeMo
-)
 _EXPECTED = "name the folder that outlast run was given as --run-dir, or a folder of copies"
 
 
@@ -234,37 +229,6 @@ def staged(target: Target) -> list[Item]:
     return [Item(tier, name) for name in tier.names()]
 
 
-def get_iteration_from_checkpoint(path: str) -> int:
-    """Return the completed steps of a checkpoint, or of the newest whole one of a run; 0: the run has none.
-
-    No tensor is read: a load may find that it is damaged, and take an older one.
-
-    Args:
-        path: of a copy (``step-000000120.g7``) in any folder; of a checkpoint of Megatron-LM, NeMo or
-            KempnerForge, of which nothing but the name is read; of a run folder or a folder of copies.
-
-    Raises:
-        UsageError: there is no such folder, or the copy is not whole.
-    """
-    folder = Path(path)
-    if folder.is_dir() and parse_copy_name(folder.name) is not None:
-        copy = inspect(DirectoryTier(folder.parent), folder.name, None)
-        if copy.state is not CopyState.WHOLE:
-            raise UsageError(
-                f"{path} is {copy.state.value}: {copy.reason}; name another copy, or the run folder"
-            )
-        return copy.step
-    foreign = _FOREIGN.search(folder.name)
-    if foreign is not None and folder.is_dir() and not (folder / "run.json").exists():
-        return int(next(filter(None, foreign.groups())))
-    target = find(path)
-    there = [item for item in items(target) if not item.aside]
-    with suppress(OSError, RunFolderUnusable):
-        there += staged(target)
-    found = (look(item).copy for item in there)
-    return max((copy.step for copy in found if copy.state is CopyState.WHOLE), default=0)
-
-
 def tensors(item: Item, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Yield what is in the shards of a copy, rank by rank, as JSON values.
 
@@ -320,7 +284,7 @@ def print_copies(entries: Sequence[Entry], run_id: str) -> None:
         when, ranks = moment(one["created"]), one["world_size"] or "-"
         cells = (one["step"], one["generation"], when, size(one["nbytes"]), ranks, one["state"], one["where"])
         rows.append((entry.item.aside or entry.item.name, *cells))
-    say(*_table(rows), *(line for entry in entries for line in _remarks(entry, run_id)))
+    say(*table(rows, _NUMBERS), *(line for entry in entries for line in _remarks(entry, run_id)))
 
 
 def _remarks(entry: Entry, run_id: str) -> Iterator[str]:
@@ -342,6 +306,7 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
     if manifest is None:
         say(heading, *_remarks(entry, run_id))
         return
+    files = [("file", "bytes", "digest"), *(tuple(vars(file).values()) for file in manifest.needed())]
     say(
         f"{heading}, {size(entry.nbytes)}",
         f"run {manifest.run_id}, step {manifest.step}, written by generation {manifest.generation}"
@@ -350,7 +315,7 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
         f"data cursor: {'kept in the state' if manifest.cursor is None else json.dumps(manifest.cursor)}",
         *_remarks(entry, run_id),
         "",
-        *_table([("file", "bytes", "digest"), *(tuple(vars(file).values()) for file in manifest.needed())]),
+        *table(files, _NUMBERS),
     )
     if found is None:
         return
@@ -360,49 +325,4 @@ def print_details(entry: Entry, found: Sequence[Mapping[str, Any]] | None, run_i
         shape, whole, offsets = (list(one[key]) for key in ("shape", "global_shape", "offsets"))
         part = whole if shape == whole else f"{whole} from {offsets}"
         rows.append((tied, one["rank"], one["dtype"], shape, part, size(one["nbytes"])))
-    say("", *_table(rows))
-
-
-def say(*lines: str) -> None:
-    """Print lines, for people."""
-    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
-    sys.stdout.flush()
-
-
-def _table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Yield the lines of a table, whose first row names the columns; numbers are aligned at the right."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*texts, strict=True)]
-    for row in texts:
-        cells = zip(texts[0], row, widths, strict=True)
-        sides = (text.rjust(width) if name in _NUMBERS else text.ljust(width) for name, text, width in cells)
-        yield "  ".join(sides).rstrip()
-
-
-def printable(text: str) -> str:
-    """Take out what a terminal would obey: reasons and keys may be anything."""
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
-
-
-def moment(seconds: float | None) -> str:
-    """Return a wall time as a person here writes it."""
-    if seconds is None:
-        return "-"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return f"{seconds:g}"
-
-
-def size(nbytes: int | None) -> str:
-    """Return bytes for people: ``812 B``, ``1.21 GiB``."""
-    if nbytes is None:
-        return "-"
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    amount, unit = nbytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if amount < 999.5:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.3g} {unit}"
+    say("", *table(rows, _NUMBERS))

@@ -27,11 +27,12 @@ from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, digest_of
 from outlast.checkpoint.tools import listing, upkeep
-from outlast.checkpoint.tools.listing import Entry, Item, Target, say
+from outlast.checkpoint.tools.listing import Entry, Item, Target
 from outlast.errors import ExitCode, UsageError
 from outlast.fields import DamagedCopy
 from outlast.observe import recorder
 from outlast.observe.run_folder import RunFolder
+from outlast.observe.text import say
 from outlast.recovery.policy.events import COVERS, Compared, Record, RunStarted
 
 _LOOK = 0.2  # seconds between two looks at what the replay has written

@@ -25,7 +25,6 @@ from outlast.checkpoint.tools.listing import (
     items,
     look,
     memory_of,
-    printable,
     staged,
 )
 from outlast.checkpoint.writer_process import lock_holder
@@ -38,6 +37,7 @@ from outlast.errors import (
     UsageError,
 )
 from outlast.observe.progress import working
+from outlast.observe.text import clean
 
 _NOTHING: Mapping[str, str] = {}
 _NOT_RELEASED = {
@@ -52,7 +52,7 @@ def read_all(item: Item) -> Entry:
     entry = look(item)
     if entry.copy.state is not CopyState.WHOLE:
         return entry
-    with working(printable(item.label), nbytes=entry.nbytes) as advance:
+    with working(clean(item.label), nbytes=entry.nbytes) as advance:
         return replace(entry, copy=verify(item.tier, item.name, None, advance))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from datetime import datetime, timezone
 
-from outlast.observe.report import clean
+from outlast.observe.text import clean
 
 
 class Markup(str):
