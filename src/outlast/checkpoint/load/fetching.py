@@ -237,31 +237,28 @@ class Recall:
         around, url = self._around, self._around.settings.global_url
         if self._silent and than is not None:
             return {"brought": False}
+        known = {*self._tried, *around.tier.names()}
+        failed = f"the global tier {url} cannot be looked into"
         try:
             tier = remote.tier_of(url, around.settings.global_options)
-            names = sorted(tier.names(), key=place_of, reverse=True)
-        except OSError as error:
-            return self._without(f"the global tier {url} cannot be looked into: {error}", error, than)
-        known = {*self._tried, *around.tier.names()}
-        for name in names:
-            if place_of(name) > (than or (-1, -1)) and name not in known and not self._marks.doubted(name):
+            for name in sorted(tier.names(), key=place_of, reverse=True):
+                newer = place_of(name) > (than or (-1, -1))
+                if not newer or name in known or self._marks.doubted(name):
+                    continue
+                failed = f"{name} did not come from the global tier"
                 self._tried.add(name)
-                try:
-                    if self._fetch(tier, name):
-                        return {"brought": True}
-                except OSError as error:
-                    return self._without(f"{name} did not come from the global tier: {error}", error, than)
+                if self._fetch(tier, name):
+                    return {"brought": True}
+        except OSError as error:
+            if than is not None:  # what is near has to do
+                self._silent = True
+                return {"brought": False, "note": f"{failed}: {error}"}
+            passes = isinstance(error, ObjectStoreError) and error.passes
+            raise (TierUnreachable if passes else CheckpointError)(
+                f"{failed}: {error}; nothing was loaded, and the run does not start anew while it may have"
+                " checkpoints there"
+            ) from error
         return {"brought": False}
-
-    def _without(self, why: str, error: OSError, than: tuple[int, int] | None) -> dict[str, Any]:
-        """Say that what is near has to do; raise where nothing is."""
-        if than is not None:
-            self._silent = True
-            return {"brought": False, "note": why}
-        passes = isinstance(error, ObjectStoreError) and error.passes
-        raise (TierUnreachable if passes else CheckpointError)(
-            f"{why}; nothing was loaded, and the run does not start anew while it may have checkpoints there"
-        ) from error
 
     def _fetch(self, tier: Tier, name: str) -> bool:
         around, url, began = self._around, self._around.settings.global_url, time.monotonic()

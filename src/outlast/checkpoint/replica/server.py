@@ -41,7 +41,6 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.replica.frames import (
     MESSAGE_BYTES,
-    TEXT_CHARACTERS,
     TIMEOUT,
     Channel,
     Kind,
@@ -286,7 +285,8 @@ class Listener:
         except PeerLost as error:
             self._say(one.peer, one.ended or str(error))
         except Exception as error:  # noqa: BLE001 - what breaks one connection must not end the others
-            told = error if isinstance(error, (PeerError, OSError)) else _unexpected(error)
+            text = f"{type(error).__name__}: {error}"
+            told = error if isinstance(error, (PeerError, OSError)) else PeerError(text)
             self._say(one.peer, one.ended or str(told))
             one.refuse(told)
 
@@ -442,7 +442,3 @@ class PeerServer(Listener):
         if len(answer) > MESSAGE_BYTES:
             raise PeerRefused(Refusal.FAILED, f"the answer has {len(answer)} bytes, at most {MESSAGE_BYTES}")
         channel.send(Kind.ANSWER, answer)
-
-
-def _unexpected(error: Exception) -> PeerRefused:
-    return PeerRefused(Refusal.FAILED, f"{type(error).__name__}: {str(error)[:TEXT_CHARACTERS]}")

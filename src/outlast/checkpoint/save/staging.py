@@ -41,9 +41,9 @@ from outlast.checkpoint.policy.manifest import Identity, alike_files, copy_name,
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.save.buffers import Buffer, Buffers
 from outlast.checkpoint.save.sharing import Share, digesters
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file, write_whole
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file
 from outlast.errors import CheckpointError
-from outlast.files import when_there_is_room
+from outlast.files import when_there_is_room, write_whole
 
 _COPY_PATIENCE = 600.0
 _EXIT_PATIENCE = 30.0

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -269,7 +268,7 @@ class MemoryFolder:
 
     def introduce(self, members: Members) -> None:
         """Say who the ranks are, and wake the writer."""
-        write_whole(self._members, codec.encode(members))
+        files.write_whole(self._members, codec.encode(members))
         self.ring()
 
     def status(self) -> Status | None:
@@ -278,7 +277,7 @@ class MemoryFolder:
 
     def publish(self, status: Status) -> None:
         """Say how far the writer is."""
-        write_whole(self._status, codec.encode(status))
+        files.write_whole(self._status, codec.encode(status))
 
     def ask_to_flush(self) -> None:
         """Ask that the newest copy in memory goes to disk now; what cannot be asked for is not said."""
@@ -466,20 +465,21 @@ class Stage:
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
         """Say what else is to become of a copy that is staged already; its ranks all say the same."""
         files.make_folder(self.wishes, self.private)
-        write_whole(self.wishes / f"{copy}~{session}", json.dumps(wish).encode())
+        files.write_whole(self.wishes / f"{copy}~{session}", codec.encode(wish))
 
     def granted(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield copy, session and wish of what is not being staged any more; each wish is gone after that."""
         for copy, session in _by_step(self.wishes):
             if not self.staging(copy, session).exists():
                 path = self.wishes / f"{copy}~{session}"
-                yield copy, session, json.loads(self.read(path))
+                yield copy, session, codec.decode(self.read(path), dict[str, Any])
                 path.unlink(missing_ok=True)
 
     def amend(self, folder: Path, changes: Mapping[str, object]) -> None:
         """Change what the ranks' records say of a copy in memory."""
         for path in folder.glob(f"*{STAGED}"):
-            write_whole(path, json.dumps({**json.loads(self.read(path)), **changes}).encode())
+            record = codec.decode(self.read(path), dict[str, Any])
+            files.write_whole(path, codec.encode({**record, **changes}))
 
     def give_up(self, folder: Path, keep: Mapping[str, int]) -> None:
         """Take a copy apart: its buffers go back to their pools, the rest is removed.
@@ -539,19 +539,6 @@ def alike_pool(number: int) -> str:
 
 def _entries(folder: Path) -> list[Path]:
     return [folder / name for name in files.names_in(folder)]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Put a file in place in one rename; its folder is memory, so nothing is synced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(files.open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
 
 
 def _read(path: Path, kind: type[_Said]) -> _Said | None:

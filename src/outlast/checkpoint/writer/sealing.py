@@ -23,10 +23,11 @@ from outlast.checkpoint.policy.manifest import (
     some,
 )
 from outlast.checkpoint.policy.table import place_in_meshes
-from outlast.checkpoint.tiers.memory_folder import Stage, write_whole
+from outlast.checkpoint.tiers.memory_folder import Stage
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.errors import CheckpointError
 from outlast.fields import Fields
+from outlast.files import write_whole
 
 _PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
 _SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
