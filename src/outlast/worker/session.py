@@ -671,13 +671,14 @@ class Session:
     def _save_what_is_due(self, checkpointer: Checkpointer) -> None:
         """Make the save that is due after this step, or was put off before."""
         step, now = self._completed, self._clock.monotonic()
-        if self._cadence.due(step):
+        reason = self._cadence.due(step)
+        if reason:
             if self._cadence.measuring:
                 self._settle()
             else:
-                self._put_off.is_due(True, self._cadence.reason, step, now)
-        elif self._options.async_save and self._in_memory.due(step):
-            self._put_off.is_due(False, self._in_memory.reason, step, now)
+                self._put_off.is_due(True, reason, step, now)
+        elif self._options.async_save and (reason := self._in_memory.due(step)):
+            self._put_off.is_due(False, reason, step, now)
         self._save_unless_put_off(checkpointer)
 
     def _save_unless_put_off(self, checkpointer: Checkpointer) -> None:

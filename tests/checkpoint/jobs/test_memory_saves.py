@@ -43,7 +43,7 @@ def test_the_first_save_comes_early_and_the_interval_is_changed_after_some_saves
     assert found[2] == found[1]
     assert found[3] != found[2]
     assert found[4] == found[5] == found[6] == found[3]
-    assert f"every {saves.steps} steps" in saves.reason
+    assert f"every {saves.steps} steps" in saves.due(saves.steps)
 
 
 def test_an_interval_that_the_user_has_fixed_stays() -> None:

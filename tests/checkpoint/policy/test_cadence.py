@@ -99,7 +99,7 @@ def test_ranks_meet_to_measure_and_then_save_every_so_many_seconds(begins: int) 
     first = next_meeting(found, begins)
     assert first == begins + MEASURE_STEPS
     assert found.measuring
-    assert found.reason == "every 60 s"
+    assert found.due(first) == "every 60 s"
     rate = found.seconds_per_step(first, 1000.0 + MEASURE_STEPS / 2)
     assert rate == pytest.approx(0.5)
     found.settle(rate, first, 1000.0 + MEASURE_STEPS / 2)
@@ -140,9 +140,9 @@ def test_both_cadences_hold_together() -> None:
     found.begin(0, 0.0)
     found.settle(0.5, 5, 2.5)
     assert next_meeting(found, 5) == 100
-    assert found.reason == "every 100 steps"
+    assert found.due(100) == "every 100 steps"
     assert next_meeting(found, 100) == 125
-    assert found.reason == "every 60 s"
+    assert found.due(125) == "every 60 s"
     assert not found.due(124)
 
 

@@ -179,6 +179,22 @@ def test_a_save_waits_for_a_buffer_only_where_there_is_no_other(
     assert pool.claim("step-4", 2 * _PAGE, 0.0, lambda: None) is None
 
 
+def test_nothing_waits_without_an_end_for_a_buffer_whose_making_does_not_end(
+    buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_LENDS", 1)
+    monkeypatch.setattr(module, "is_memory", lambda _: True)
+    pool = buffers(2)
+    pool._making = True
+    assert pool.lend("rank-00000-of-00001.safetensors", _PAGE) is None
+    assert pool.claim("step-1", _PAGE, 0.05, lambda: None) is None
+    pool.prepare(_PAGE)
+    assert list(pool._pool.iterdir()) == []
+    pool.close()
+    pool._end_making()
+
+
 def test_buffers_of_a_process_that_was_killed_are_used_again(
     driver: Driver, buffers: Callable[[int], Buffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:

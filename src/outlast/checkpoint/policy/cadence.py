@@ -73,7 +73,6 @@ class NextSave:
         self._timed = 0
         self._by_clock = False
         self.measuring = seconds is not None
-        self.reason = ""
 
     def follow_clock(self) -> None:
         """Leave it to one rank's clock when a save is due by time: that rank then asks all for one."""
@@ -93,15 +92,12 @@ class NextSave:
         self._anchor = (step, now)
         self._timed = step + MEASURE_STEPS
 
-    def due(self, step: int) -> bool:
-        """Say whether the ranks meet after this step; ``reason`` says for what."""
+    def due(self, step: int) -> str:
+        """Return why the ranks meet after this step; empty: they do not."""
         if self._interval is not None and step % self._interval == 0:
-            self.reason = f"every {self._interval} steps"
-            return True
-        if self._seconds is not None and not self._by_clock and step >= self._timed:
-            self.reason = self.every_so_often
-            return True
-        return False
+            return f"every {self._interval} steps"
+        timed = self._seconds is not None and not self._by_clock and step >= self._timed
+        return self.every_so_often if timed else ""
 
     def seconds_per_step(self, step: int, now: float) -> float:
         """Return what this rank has measured since the last meeting."""

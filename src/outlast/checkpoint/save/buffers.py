@@ -29,7 +29,7 @@ _NICENESS = 10  # of the thread: it takes a tenth of a processor where training 
 _LENDS = 16 << 20  # bytes; a smaller file is loaded through private memory
 _AT_ONCE = 256 << 20  # bytes; a save waits for a buffer of that size rather than be put off
 _AGAIN = 1.0  # seconds until buffers that were in use, or made, are looked for
-_TURN_SECONDS = 120.0  # for which one that is being made is waited for; no more of them are made then
+_TURN_SECONDS = 300.0  # for which the end of the making of another one is waited for
 _POLL = 0.001  # seconds; a buffer comes free when the writer has written a copy to disk
 _BLOCK = 512  # bytes; st_blocks counts in them
 
@@ -164,9 +164,9 @@ class Buffers:
             self._end_making()
         return True
 
-    def _await(self, done: Callable[[], bool], timeout: float = _TURN_SECONDS) -> bool:
+    def _await(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait, ``_changed`` being held, until something is done; return whether it is in time."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (_TURN_SECONDS if timeout is None else timeout)
         while not done():
             left = deadline - time.monotonic()
             if left <= 0:

@@ -38,14 +38,9 @@ class MemorySaves:
         self._training = 0.0
         self._trained = 0
 
-    @property
-    def reason(self) -> str:
-        """Why a save is made, for the event log."""
-        return f"memory every {self.steps} steps"
-
-    def due(self, step: int) -> bool:
-        """Say whether the state after a step is saved in memory; on multiples, as in Megatron."""
-        return step > 0 and step % self.steps == 0
+    def due(self, step: int) -> str:
+        """Return why the state after a step is saved in memory; empty: it is not one of the multiples."""
+        return f"memory every {self.steps} steps" if step > 0 and step % self.steps == 0 else ""
 
     def trained(self, seconds: float) -> None:
         """Take in the duration of a step."""

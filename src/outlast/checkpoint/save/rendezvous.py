@@ -110,13 +110,12 @@ class SaveRendezvous:
             CheckpointError: the writer does not answer, or a rank cannot stage.
         """
         around = self._around
-        world = around.identity.world_size
         agreed = around.rounds.hold("place", lambda: self._say(nbytes()))
         agreed.raise_common(CheckpointError)
         places = [report.data for report in agreed.reports]
         nodes: dict[str, tuple[int, ...]] = {}
-        for one in range(world):
-            nodes[places[one]["node"]] = (*nodes.get(places[one]["node"], ()), one)
+        for rank, one in enumerate(places):
+            nodes[one["node"]] = (*nodes.get(one["node"], ()), rank)
         ranks = nodes[self._place.node]
         placement = self._replicas(nodes, places)
         stage, self.buffers = self._fit(nodes, places, placement)
@@ -124,7 +123,7 @@ class SaveRendezvous:
             generation=around.identity.generation,
             session=places[0]["session"],
             run_id=around.identity.run_id,
-            world_size=world,
+            world_size=around.identity.world_size,
             ranks=ranks,
             tier=str(around.tier.folder),
             stage=str(stage),
@@ -142,9 +141,11 @@ class SaveRendezvous:
         )
         if len(nodes) > 1:
             node, bandwidth = self._place.node, around.settings.replication_bandwidth
-            holders = () if placement is None else placement.holders[node]
-            held = () if placement is None else placement.held_by(node)
-            holds = {one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one]) for one in held}
+            holders = placement.holders.get(node, ())
+            holds = {
+                one: _most_bytes(places[rank]["nbytes"] for rank in nodes[one])
+                for one in placement.held_by(node)
+            }
             together = Together(node, self._place.host, True, holders, holds, bandwidth)
             members = replace(members, together=together)
         self.introduce(members)
@@ -183,11 +184,11 @@ class SaveRendezvous:
 
     def _replicas(
         self, nodes: Mapping[str, tuple[int, ...]], places: Sequence[Mapping[str, Any]]
-    ) -> Placement | None:
-        """Return which nodes hold replicas of which; None: there are none."""
+    ) -> Placement:
+        """Return which nodes hold replicas of which."""
         settings = self._around.settings
         if len(nodes) == 1 or not settings.replication:
-            return None
+            return Placement({}, ())
         if settings.replication_jump is not None:
             return _by_ranks(nodes, settings, len(places))
         named = [Node(name, places[ranks[0]]["domains"]) for name, ranks in nodes.items()]
@@ -201,14 +202,14 @@ class SaveRendezvous:
         self,
         nodes: Mapping[str, tuple[int, ...]],
         places: Sequence[Mapping[str, Any]],
-        placement: Placement | None,
+        placement: Placement,
     ) -> tuple[Path, int]:
         """Return where this node stages, and how many buffers a rank has: in memory, if at least two fit."""
         around, most = self._around, self._around.settings.buffers
         more = _more(around.settings) if len(nodes) > 1 else 0
         states = {node: sum(places[rank]["nbytes"] for rank in ranks) for node, ranks in nodes.items()}
         held = dict.fromkeys(nodes, 0)
-        for owner, holders in placement.holders.items() if placement is not None else ():
+        for owner, holders in placement.holders.items():
             for node in holders:
                 held[node] += states[owner]
         demands = {node: Demand(len(nodes[node]), states[node], more, held[node]) for node in nodes}
