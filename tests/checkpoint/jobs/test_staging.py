@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,6 +78,24 @@ def test_a_long_run_id_does_not_shift_what_is_staged_at_a_step_with_more_digits(
     for step in (9, 10, 1000):
         state = {"box": {"one": torch.arange(10_000) + step}}
         assert same(staging.content(step, state)["box"], state["box"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["eager", "lazy"])
+def test_a_state_is_staged_where_no_thread_can_be_started(
+    staging: Staging, lazily: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a function of atexit, from Python 3.12 on."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "staging":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(self)
+
+    state = Job(0).state
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for step in (1, 2):
+        assert same(staging.content(step, state, lazily), expected(state))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -311,10 +311,12 @@ class Stager:
         blocked = time.monotonic() - taken.began
         self._copied.clear()
         # also where nothing is late: who wakes the writer may have to wait behind it
-        self._finishing = threading.Thread(
-            target=self._finish, args=(copying, blocked), name="staging", daemon=True
-        )
-        self._finishing.start()
+        thread = threading.Thread(target=self._finish, args=(copying, blocked), name="staging", daemon=True)
+        try:
+            thread.start()
+            self._finishing = thread
+        except RuntimeError:  # the interpreter ends, or the system refuses another thread
+            self._finish(copying, blocked)
         return waited
 
     def until_copied(self) -> None:
