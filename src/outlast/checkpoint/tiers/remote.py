@@ -220,8 +220,6 @@ class ObjectTier:
         Raises:
             ObjectStoreError: the copy is committed already, the store refused, or holds another size.
         """
-        if {COMMIT, MANIFEST} & set(files):
-            raise ValueError(f"{MANIFEST} and {COMMIT} of {name} are put by commit(), not by upload()")
         if COMMIT in self._store.run(self._listing(name)):
             found = "upload: the copy is committed already"
             raise self._store.error(Failure.CONFLICT, f"{name}/{COMMIT}", found)
