@@ -24,7 +24,7 @@ from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.tiers import remote
-from outlast.checkpoint.tiers.inventory import evidence, held_parts, read_manifest
+from outlast.checkpoint.tiers.inventory import evidence, held_parts, manifest_of, read_manifest
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage
 from outlast.checkpoint.tiers.object_access import ObjectStoreError
 from outlast.errors import CheckpointError, CheckpointMismatch, TierUnreachable, UsageError
@@ -182,8 +182,7 @@ def _join(stage: Stage, gathering: Gathering) -> None:
     for tier in (stage.tier, *stage.replica_tiers()):
         if name not in tier.names():
             continue
-        with tier.open(name) as folder:
-            found, digest = read_manifest(folder, name)
+        found, digest = manifest_of(tier, name)
         if evidence(found, digest) != gathering.evidence:
             continue
         manifest = manifest or found
@@ -264,7 +263,7 @@ class Recall:
         around, url, began = self._around, self._around.settings.global_url, time.monotonic()
         step, _ = place_of(name)
         try:
-            run_id = remote.manifest_of(tier, name).run_id
+            run_id = manifest_of(tier, name)[0].run_id
             if run_id != around.identity.run_id:
                 raise CheckpointMismatch(
                     f"{url}: {name} was written by run {run_id!r}, this is"

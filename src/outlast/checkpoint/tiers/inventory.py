@@ -40,6 +40,12 @@ def read_manifest(folder: StoredCopy, name: str) -> tuple[Manifest, str]:
     return parse_ends(name, folder.read(COMMIT), folder.read(MANIFEST))
 
 
+def manifest_of(tier: Tier, name: str) -> tuple[Manifest, str]:
+    """Return the manifest of a copy in a tier, and its digest; see :func:`read_manifest`."""
+    with tier.open(name) as folder:
+        return read_manifest(folder, name)
+
+
 def parse_ends(name: str, commit: bytes, content: bytes) -> tuple[Manifest, str]:
     """Return a copy's manifest and its digest, given the contents of COMMIT and MANIFEST.
 

@@ -38,12 +38,9 @@ class Failure(str, Enum):
 
 
 _LATER = "this attempt has ended; committed copies are unchanged, and a later attempt may succeed"
-_NEXT = {
+_FOR_GOOD = {
     Failure.MISSING: "nothing was changed",
     Failure.REFUSED: "not tried again; renew the credentials of this tier, or its permissions",
-    Failure.THROTTLED: _LATER,
-    Failure.TIMED_OUT: _LATER,
-    Failure.UNREACHABLE: _LATER,
     Failure.CONFLICT: "what is there stays as it is, nothing was overwritten",
     Failure.FAILED: "this attempt has ended; committed copies are unchanged",
 }
@@ -63,8 +60,8 @@ class ObjectStoreError(OSError):
 
     def __init__(self, kind: Failure, tier: str, place: str, found: str) -> None:
         self.kind = kind
-        self.passes = _NEXT[kind] is _LATER
-        super().__init__(f"{tier} tier, {place}: {found} ({kind.value}); {_NEXT[kind]}")
+        self.passes = kind not in _FOR_GOOD
+        super().__init__(f"{tier} tier, {place}: {found} ({kind.value}); {_FOR_GOOD.get(kind, _LATER)}")
 
 
 @dataclass(frozen=True)
@@ -259,13 +256,13 @@ def connect(tier: str, url: str, options: Mapping[str, Any], limits: Limits) -> 
     if scheme == "memory":
         return obstore, MemoryStore()
     try:
-        if scheme == "file":
-            return obstore, from_url(url, mkdir=True, automatic_cleanup=True)
-        return obstore, from_url(url, **_settings(scheme, options, limits))
+        of_folder = {"mkdir": True, "automatic_cleanup": True}
+        given = of_folder if scheme == "file" else _settings(scheme, options, limits)
+        return obstore, from_url(url, **given)
     except (ValueError, obstore.exceptions.BaseError) as error:
         found = explain(error, options)[1]
-    given = ", ".join(sorted(options)) or "none"
-    raise UsageError(f"{tier} tier, {url}: {found}; options given: {given}; nothing was started")
+    named = ", ".join(sorted(options)) or "none"
+    raise UsageError(f"{tier} tier, {url}: {found}; options given: {named}; nothing was started")
 
 
 def _settings(scheme: str, options: Mapping[str, Any], limits: Limits) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import plugins
-from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, parse_copy_name
+from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, parse_copy_name
 from outlast.checkpoint.tiers.inventory import parse_ends, read_manifest
 from outlast.checkpoint.tiers.object_access import Failure, Limits, Store, connect
 from outlast.checkpoint.tiers.tier import DirectoryTier, Take, require_size
@@ -100,12 +100,6 @@ def get(tier: Tier, name: str, target: DirectoryTier) -> int:
             if found != entry.digest:
                 raise DamagedCopy(Damage(entry.name, f"digest {entry.digest}", found))
     return manifest.nbytes
-
-
-def manifest_of(tier: Tier, name: str) -> Manifest:
-    """Return a copy's manifest; raises as :func:`get` does."""
-    with tier.open(name) as copy:
-        return read_manifest(copy, name)[0]
 
 
 def content_of(path: Path) -> memoryview:

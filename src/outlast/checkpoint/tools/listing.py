@@ -13,7 +13,7 @@ from outlast import files
 from outlast.checkpoint.policy.manifest import Manifest, place_of
 from outlast.checkpoint.policy.resolve import Copy
 from outlast.checkpoint.policy.table import Shard
-from outlast.checkpoint.tiers.inventory import inspect, read_manifest, read_rank_file
+from outlast.checkpoint.tiers.inventory import inspect, manifest_of, read_rank_file
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, default_root
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
 from outlast.errors import CheckpointMismatch, RunFolderUnusable, UsageError
@@ -193,9 +193,9 @@ def pick(target: Target, labels: Sequence[str]) -> list[Item]:
 def look(item: Item) -> Entry:
     """Look at a copy without reading its tensors."""
     copy = inspect(item.tier, item.name, None)
-    manifest = None
-    with suppress(DamagedCopy, CheckpointMismatch, OSError), item.tier.open(item.name) as folder:
-        manifest = read_manifest(folder, item.name)[0]
+    manifest: Manifest | None = None
+    with suppress(DamagedCopy, CheckpointMismatch, OSError):
+        manifest, _ = manifest_of(item.tier, item.name)
     return Entry(item, copy, manifest)
 
 

@@ -24,7 +24,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.policy.retention import removals
 from outlast.checkpoint.tiers import remote
-from outlast.checkpoint.tiers.inventory import holds, read_manifest, require_bytes
+from outlast.checkpoint.tiers.inventory import holds, manifest_of, read_manifest, require_bytes
 from outlast.checkpoint.tiers.memory_folder import Members
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
@@ -139,8 +139,7 @@ def write_part(
         DamagedCopy: a byte in the source is not as it was written.
         OSError: the file system refused.
     """
-    with source.open(name) as folder:
-        manifest, _ = read_manifest(folder, name)
+    manifest, _ = manifest_of(source, name)
     if name in target.names():
         require_same(name, source, target)
         return
@@ -205,8 +204,7 @@ def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, comple
         DamagedCopy: manifest or COMMIT in the source are not as they were written.
         OSError: the file system refused.
     """
-    with source.open(name) as folder:
-        manifest, _ = read_manifest(folder, name)
+    manifest, _ = manifest_of(source, name)
     if name in target.names():
         require_same(name, source, target)
     else:
@@ -229,8 +227,7 @@ def require_same(name: str, source: DirectoryTier, target: DirectoryTier) -> Non
     """
     manifests = []
     for tier in (source, target):
-        with tier.open(name) as folder:
-            manifest, digest = read_manifest(folder, name)
+        manifest, digest = manifest_of(tier, name)
         manifests.append(manifest.session or digest)
     if manifests[0] != manifests[1]:
         raise CheckpointError(
@@ -399,7 +396,7 @@ class Uploads:
         ours: dict[str, str | None] = {}
         for one in tier.names():
             with contextlib.suppress(DamagedCopy, CheckpointMismatch):
-                manifest = remote.manifest_of(tier, one)
+                manifest, _ = manifest_of(tier, one)
                 if manifest.run_id == members.run_id:  # retention neither counts nor removes another's
                     ours[one] = manifest.began
         for removal in removals(ours, members.keep_last_n, {name}, avoid, members.keep_ancestors):
