@@ -125,7 +125,7 @@ def hasty_commit() -> None:
 
 def newest_pruned() -> None:
     """Retention removes the newest copy on disk together with the oldest."""
-    from outlast.checkpoint.policy.retention import Removal
+    from outlast.checkpoint.policy.resolve import Removal
     from outlast.checkpoint.tiers import inventory
 
     right = inventory.removals

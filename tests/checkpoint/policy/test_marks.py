@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation, strictness
-from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation, removals, strictness
 
 NAME = copy_name(20, 1)
 

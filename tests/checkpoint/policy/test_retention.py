@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name, parse_copy_name
-from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.policy.resolve import removals
 
 
 def removed(

@@ -140,6 +140,9 @@ class Copies:
     """The copies of one job, all tiers; needs no clock, since nothing in it happens because time passes.
 
     What a generation saves stands and falls with the copy that it began with.
+
+    Attributes:
+        loaded: what the present generation has loaded.
     """
 
     def __init__(self) -> None:
@@ -149,17 +152,12 @@ class Copies:
         self._generation = -1
         self._began: int | None = None  # completed steps of what the present generation has loaded
         self._clean = -1
-        self._loaded: tuple[str, ...] = ()
+        self.loaded: tuple[str, ...] = ()
         self._changes: list[TrustChange] = []
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        """What the present generation has loaded."""
-        return self._loaded
 
     def begin(self, generation: int) -> None:
         """A generation starts; until it has loaded something its state is a fresh one."""
-        self._generation, self._began, self._clean, self._loaded = generation, 0, 0, ()
+        self._generation, self._began, self._clean, self.loaded = generation, 0, 0, ()
 
     def commit(self, checkpoint: str) -> None:
         """A copy exists; of those that an earlier process left this must be said before the load."""
@@ -207,8 +205,8 @@ class Copies:
             if digest and copy.digest == digest and _name(place) in names
         }
         self._generation, self._began, self._clean = generation, step, step
-        self._loaded = tuple(sorted(loaded))
-        for place in self._loaded:
+        self.loaded = tuple(sorted(loaded))
+        for place in self.loaded:
             copy = self._known(place)
             copy.digest = digest or copy.digest
             if copy.trust is Trust.COMMITTED:
@@ -222,7 +220,7 @@ class Copies:
         for place in sorted(self._copies):
             saved, generation = _age(place)
             went_on = generation == self._generation and saved > self._began and step - saved >= CLEAN_STEPS
-            if self._copies[place].trust is not Trust.QUARANTINED and (went_on or place in self._loaded):
+            if self._copies[place].trust is not Trust.QUARANTINED and (went_on or place in self.loaded):
                 reason = f"{CLEAN_STEPS} clean steps after it was loaded"
                 if went_on:
                     reason = f"training went on from it for {CLEAN_STEPS} clean steps"
@@ -256,9 +254,9 @@ class Copies:
 
     def fault(self, fault: Faulted) -> None:
         """A fault has ended the present generation."""
-        began, loaded, generation = self._began, self._loaded, self._generation
+        began, loaded, generation = self._began, self.loaded, self._generation
         reached = max(fault.step, self._clean)
-        self._began, self._loaded = None, ()
+        self._began, self.loaded = None, ()
         if began is None:
             return
         if fault.agreed is not None:
@@ -288,7 +286,7 @@ class Copies:
 
     def clear_suspicion(self, fault: Faulted, reason: str) -> None:
         """A fault has ended the present generation as it did others, whatever they had loaded."""
-        self._began, self._loaded = None, ()
+        self._began, self.loaded = None, ()
         suspects = self._of(Trust.SUSPECT)
         loaded = [place for place in suspects if fault.outcome in self._copies[place].outcomes]
         saved = set(map(_begun_with, loaded))
@@ -311,12 +309,12 @@ class Copies:
 
     def another_exists(self) -> bool:
         """Say whether something else than what was loaded may be loaded instead: older, or of other bytes."""
-        if not self._loaded:
+        if not self.loaded:
             return False
-        loaded = set(map(_name, self._loaded))
-        tiers = set(map(tier_of, self._loaded))
+        loaded = set(map(_name, self.loaded))
+        tiers = set(map(tier_of, self.loaded))
         tiers |= _SAME_BYTES if tiers & _SAME_BYTES else set()
-        oldest, training = min(map(_age, self._loaded)), training_of(self._loaded[0])
+        oldest, training = min(map(_age, self.loaded)), training_of(self.loaded[0])
         return any(
             tier_of(place) not in tiers if _name(place) in loaded else _age(place)[0] < oldest[0]
             for place in self._trusted()

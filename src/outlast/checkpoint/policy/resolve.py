@@ -1,4 +1,4 @@
-"""Which copy is loaded: the inventories of all ranks in, an ordered list of load plans out.
+"""Which copy is loaded, and which ones are kept: the inventories of all ranks in, ordered load plans out.
 
 The newest step comes first, of equal steps the highest generation; what is not on the path that the run has
 taken (:func:`left_behind`) comes after all that is. A copy that is damaged, or that not
@@ -425,3 +425,91 @@ def _path(generation: int, origins: Mapping[int, str | None]) -> dict[int, float
         step, generation = place
         path[generation] = step
     return path
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A copy that retention gives up."""
+
+    name: str
+    reason: str
+
+
+def removals(
+    began: Mapping[str, str | None],
+    keep_last_n: int,
+    protected: Collection[str],
+    avoid: Collection[str] = (),
+    keep_ancestors: int = 0,
+) -> tuple[Removal, ...]:
+    """Return the copies to remove of one tier, oldest first, each with a reason.
+
+    The ``keep_last_n`` newest stay. Copies that must not be loaded, or that are on a path which the run has
+    left, do not count among them as long as there are others: a few new checkpoints on the path that it took
+    must not be crowded out by them.
+
+    Beside the newest ones, older ancestors may be kept at distances that double. Corruption that is noticed
+    late has its beginning behind every one of the newest copies, and how far behind nobody knows: with the
+    distance doubling, a few copies reach far back, and what is lost by going to the next older one is in
+    proportion to how late it was noticed.
+
+    Args:
+        began: by the folder of each committed copy of this run, the copy that its generation began from
+            (:func:`left_behind`); other names are left alone.
+        keep_last_n: how many stay; at least one.
+        protected: copies that stay in any case: the one that this generation loaded, one that is being
+            copied to another tier, the newest one that was verified or proven.
+        avoid: marks: suspects do not count, proven copies stay.
+        keep_ancestors: how many older ones stay at most, besides.
+    """
+    names = [name for name in began if parse_copy_name(name) is not None]
+    marks = Marks(avoid)
+    doubted = set(filter(marks.doubted, names))
+    left = left_behind({name: began[name] for name in names if name not in doubted}) - marks.released
+    good = sorted(set(names) - doubted - left, key=place_of, reverse=True)
+    others = sorted(doubted | left, key=place_of, reverse=True)
+    kept, rest = (good + others)[:keep_last_n], (good + others)[keep_last_n:]
+    ancestors = _ancestors(good, keep_last_n, keep_ancestors)
+    older = f", and {len(ancestors)} older ones" if ancestors else ""
+    newer = f"{len(kept)} newer ones are kept, from {min(kept, key=place_of, default='')} on{older}"
+    instead = f"and {len(kept) + len(ancestors)} others are kept"
+    return tuple(
+        Removal(name, newer)
+        if name in good
+        else Removal(
+            name,
+            f"{'is on a path that the run has left' if name in left else 'must not be loaded'}, {instead}",
+        )
+        for name in sorted(rest, key=place_of)
+        if name not in {*protected, *marks.proven, *ancestors}
+    )
+
+
+def _ancestors(good: Sequence[str], keep_last_n: int, count: int) -> set[str]:
+    """Return for each distance the oldest copy of the window of steps before the newest copy's own window.
+
+    Windows are powers of two wide and lie at their multiples, so the first copy of a window is the first of a
+    window half as wide, too: what a distance needs tomorrow is what a shorter one keeps today. The narrowest
+    is no wider than the newest copies reach. A copy is thus one to two windows back (unless none was made
+    in that time, then it is the next older one), and neighbours are at most about four times apart.
+
+    Args:
+        good: copies that may be loaded, the newest first.
+        keep_last_n: how many of them stay without this.
+        count: how many distances there are.
+    """
+    if not good:
+        return set()
+    steps = {name: place_of(name)[0] for name in good}
+    newest = steps[good[0]]
+    reach = newest - steps[good[:keep_last_n][-1]]
+    width = 1 << max(0, reach.bit_length() - 1)
+    found = set()
+    for _ in range(count):
+        window = max((step // width for step in steps.values() if step < newest // width * width), default=-1)
+        if window < 0:
+            break
+        inside = [name for name in good if steps[name] // width == window]
+        found.add(min(inside, key=lambda name: (steps[name], -place_of(name)[1])))
+        width *= 2
+    return found - set(good[:keep_last_n])

@@ -18,8 +18,7 @@ from outlast.checkpoint.policy.manifest import (
     parse_copy_name,
 )
 from outlast.checkpoint.policy.placement import Holding
-from outlast.checkpoint.policy.resolve import Copy, CopyState
-from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.policy.resolve import Copy, CopyState, removals
 from outlast.checkpoint.policy.table import Shard
 from outlast.checkpoint.tiers.memory_folder import Stage
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier, digest_of
@@ -292,7 +291,7 @@ class Pruner:
         self._newest = name
 
     def prune(self, protected: Collection[str], avoid: Collection[str]) -> None:
-        """Remove what retention gives up; see :func:`outlast.checkpoint.policy.retention.removals`."""
+        """Remove what retention gives up; see :func:`outlast.checkpoint.policy.resolve.removals`."""
         try:
             names = [name for name in self._tier.names() if self._is_ours(name)]
         except OSError as error:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from outlast.checkpoint.policy.copies import LOCAL, Copies, Trust
 from outlast.checkpoint.policy.manifest import place_of, some
-from outlast.checkpoint.policy.resolve import CopyState, left_behind
-from outlast.checkpoint.policy.retention import Removal, removals
+from outlast.checkpoint.policy.resolve import CopyState, Removal, left_behind, removals
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tools.listing import (
     AGAINST,
@@ -202,7 +201,7 @@ class Plan:
     """What a removal of old copies would do.
 
     Args:
-        keep_last_n: how many stay; see :func:`outlast.checkpoint.policy.retention.removals`.
+        keep_last_n: how many stay; see :func:`outlast.checkpoint.policy.resolve.removals`.
         keep_ancestors: how many older ones stay besides.
         removals: the oldest first.
         first: the copy that is loaded next when they are gone.

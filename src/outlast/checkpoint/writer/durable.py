@@ -22,7 +22,7 @@ from outlast.checkpoint.policy.manifest import (
     place_of,
     rank_files,
 )
-from outlast.checkpoint.policy.retention import removals
+from outlast.checkpoint.policy.resolve import removals
 from outlast.checkpoint.tiers import remote
 from outlast.checkpoint.tiers.inventory import holds, manifest_of, read_manifest, require_bytes
 from outlast.checkpoint.tiers.memory_folder import Members
