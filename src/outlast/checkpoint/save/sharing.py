@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,11 @@ from outlast.checkpoint.content.tensor_digest import digests_of
 from outlast.checkpoint.content.typed_json import dtype_name
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.policy.manifest import Identity, some
-from outlast.checkpoint.policy.sharing import LEAST_BYTES, divide, held_by_all, mask
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.errors import CheckpointError
 from outlast.recovery.policy.events import Note
 
+LEAST_BYTES = 64 << 10  # of a tensor that is worth sharing
 _UNLIKE_SAVES = 3  # in a row, after which tensors are not compared any more
 Spread = Callable[..., Iterable[int]]
 
@@ -264,3 +264,44 @@ class Share:
 
 
 NO_PART = Share((), -1, {}, {}, None)
+
+
+def mask(digests: Sequence[tuple[str, str]], mine: Mapping[str, str]) -> str:
+    """Return which of the leading rank's tensors a rank holds alike: a bit for each, as a hexadecimal number.
+
+    Args:
+        digests: of the leading rank, each with its tensor's key.
+        mine: this rank's, by key.
+    """
+    bits = "".join("01"[mine.get(key) == digest] for key, digest in digests)
+    return f"{int(bits or '0', 2):x}"
+
+
+def held_by_all(digests: Sequence[tuple[str, str]], masks: Iterable[str]) -> list[str]:
+    """Return the keys of the tensors that every rank holds alike.
+
+    Args:
+        digests: of the leading rank, each with its tensor's key.
+        masks: what each rank answered, see :func:`mask`.
+    """
+    common = -1  # every bit
+    for one in masks:
+        common &= int(one, 16)
+    last = len(digests) - 1
+    return [key for place, (key, _) in enumerate(digests) if common >> (last - place) & 1]
+
+
+def divide(nbytes: Mapping[str, int], files: int) -> tuple[tuple[str, ...], ...]:
+    """Divide tensors among files, the largest first, each to the file that has least.
+
+    Args:
+        nbytes: of each tensor, by key.
+        files: how many; fewer are used where there are fewer tensors.
+    """
+    found: list[list[str]] = [[] for _ in range(min(files, len(nbytes)))]
+    sizes = [0] * len(found)
+    for key in sorted(nbytes, key=lambda key: (-nbytes[key], key)):
+        place = sizes.index(min(sizes))
+        found[place].append(key)
+        sizes[place] += nbytes[key]
+    return tuple(map(tuple, found))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.replay import Bracket, Plan, bisect, plan
+from outlast.checkpoint.tools.replay import Bracket, Plan, bisect, plan
 
 STEPS = st.sets(st.integers(1, 500), min_size=1, max_size=80).map(sorted)
 

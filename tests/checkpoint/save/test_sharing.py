@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.sharing import divide, held_by_all, mask
+from outlast.checkpoint.save.sharing import divide, held_by_all, mask
 
 KEYS = st.text("abcd", min_size=1, max_size=3)
 RANKS = st.lists(st.dictionaries(KEYS, st.sampled_from(["0", "1"])), min_size=1, max_size=4)
