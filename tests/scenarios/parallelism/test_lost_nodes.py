@@ -86,7 +86,8 @@ def test_nothing_is_lost_when_the_layout_leaves_a_node_out_that_has_a_part(
     job: Callable[..., Agents],
 ) -> None:
     endless = ("uneven.py", "1000000", "6", "1", "-1", "0", "0", "0.02")
-    agents = job("1:3", "[parallelism]\nlayouts = [{ dp = 3 }, {}]\n", script=endless)
+    layouts = "[parallelism]\nlayouts = [{ dp = 3 }, {}]\n"  # a node that has no ranks is not asked
+    agents = job("1:3", f"replication_factor = 3\n{layouts}", script=endless)
     begin(agents, "n1", "n2")
     agents.until(lambda: replicated(agents) > 0, "a step of which every node's part is on another one")
     safe = replicated(agents)
@@ -97,7 +98,6 @@ def test_nothing_is_lost_when_the_layout_leaves_a_node_out_that_has_a_part(
     loaded = agents.records("n0", "loaded")[-1]
     assert ("memory" in loaded["reason"], loaded["step"] >= safe) == (True, True), agents.consoles()
     assert steps(agents, 1)[0] == loaded["step"]
-    assert agents.said("n0", "n1,"), "the spare's part was loaded"
 
 
 def trace(agents: Agents) -> list[dict[str, Any]]:
