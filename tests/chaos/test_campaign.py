@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_what_a_command_leaves_behind_is_named_and_removed(
     for line in conduct.leftovers:
         assert not is_alive(int(line.split()[1]))
     assert bool(conduct.exit_code) == bool(conduct.problems)
+
+
+def test_a_process_with_the_number_of_an_earlier_child_is_found_and_a_later_one_is_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "_LEFT_PATIENCE", 0.0)
+    observer = campaign.Observer(tmp_path / "events.jsonl", None)
+    with subprocess.Popen(["sleep", "60"]) as left:
+        known = campaign.children()
+        assert campaign.leftovers(observer, known, set()) == []
+        earlier = {(pid, began - 1 if pid == left.pid else began) for pid, began in known}
+        assert campaign._wait_until_gone(earlier - known, 0.0) < float("inf")
+        (found,) = campaign.leftovers(observer, earlier, set())
+        assert found == f"process {left.pid} (sleep 60)"
+    assert not is_alive(left.pid)
 
 
 def test_a_file_of_a_process_that_had_the_pid_before_is_nobodys(

@@ -22,10 +22,10 @@ from outlast.chaos import faults as targets
 from outlast.chaos.faults import Observer
 from outlast.chaos.policy import FAULTS, Injection, Scenario, Target
 from outlast.errors import OutlastError
-from outlast.ipc.processes import adopt_orphans, children_of, is_alive
+from outlast.ipc.processes import adopt_orphans, children_of, is_alive, kill_if, start_ticks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence, Set
+    from collections.abc import Collection, Iterator, Sequence, Set
 
     from outlast.chaos.faults import Made
     from outlast.recovery.policy.events import Record
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LOOK = 0.005  # seconds between two looks at the run; far below a step
 _GONE_PATIENCE = 10.0  # for every worker to end after its agent
 _LEFT_PATIENCE = 5.0  # for everything else that a run has to end or to remove by itself
+_Known = tuple[int, int]  # a process: its pid, and when it was started
 _SHARED_MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
@@ -83,7 +84,7 @@ class Conduct:
 def carry_out(plan: Plan) -> Conduct:
     """Run the plan's command to its end under its scenario."""
     adopt_orphans()  # whatever the run leaves behind becomes a child of this process, and is found
-    ours = set(children_of(os.getpid()))
+    ours = children()
     before = frozenset(shared_memory())
     conduct = Conduct()
     began = time.monotonic()
@@ -109,11 +110,12 @@ def _conduct(plan: Plan, conduct: Conduct, observer: Observer) -> None:
                 break
             seen = observer.look()
             for injection in scenario.handle(seen, time.monotonic()):
+                workers = {_known(pid) for pid in observer.newest_workers()}
                 made = _make(plan, injection, conduct)
                 deadline = time.monotonic() + plan.patience
                 if made and FAULTS[injection.fault].target is Target.AGENT:
                     process.wait(_GONE_PATIENCE)
-                    conduct.outlived.append(_wait_until_gone(observer.newest_workers(), made.clock))
+                    conduct.outlived.append(_wait_until_gone(workers, made.clock))
                     process = _start(plan)
             if why := scenario.tick(time.monotonic()):
                 conduct.problems.append(why)
@@ -149,10 +151,25 @@ def _make(plan: Plan, injection: Injection, conduct: Conduct) -> Made | None:
     return made
 
 
-def _wait_until_gone(pids: Sequence[int], since: float) -> float:
+def _known(pid: int) -> _Known:
+    return pid, start_ticks(pid)
+
+
+def _lives(process: _Known) -> bool:
+    """Say whether a process lives; its number may be another one's by now."""
+    pid, began = process
+    return bool(began) and start_ticks(pid) == began and is_alive(pid)
+
+
+def children() -> set[_Known]:
+    """Return the children of this process, orphans that it has adopted and dead ones included."""
+    return {_known(pid) for pid in children_of(os.getpid())}
+
+
+def _wait_until_gone(processes: Collection[_Known], since: float) -> float:
     """Return how many seconds after ``since`` the last of the processes ended; infinity: not in time."""
     deadline = time.monotonic() + _GONE_PATIENCE
-    while any(map(is_alive, pids)):
+    while any(map(_lives, processes)):
         if time.monotonic() > deadline:
             return float("inf")
         time.sleep(_LOOK)
@@ -170,27 +187,33 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GONE_PATIENCE)
 
 
-def leftovers(observer: Observer, ours: set[int], before: Set[Path]) -> list[str]:
-    """Kill what still runs some seconds after the end of the run; return what it was."""
+def leftovers(observer: Observer, ours: Set[_Known], before: Set[Path]) -> list[str]:
+    """Kill what still runs some seconds after the end of the run; return what it was.
+
+    Args:
+        observer: of the run.
+        ours: the :func:`children` before the run.
+        before: what was in :func:`shared_memory` then.
+    """
     deadline = time.monotonic() + _LEFT_PATIENCE
     while left := [*_processes(ours), *_files(observer, before)]:
         if time.monotonic() > deadline:
             break
         time.sleep(_LOOK)
-    strangers = [pid for pid in set(children_of(os.getpid())) - ours if is_alive(pid)]
-    for pid in strangers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    strangers = children() - ours
+    for pid, began in strangers:
+        kill_if(pid, lambda pid, began=began: start_ticks(pid) == began)  # type: ignore[misc]
     _wait_until_gone(strangers, deadline)
     _processes(ours)
     return left
 
 
-def _processes(ours: set[int]) -> list[str]:
+def _processes(ours: Set[_Known]) -> list[str]:
     """Name the living orphans that this process has adopted; reap the dead ones."""
     found: list[str] = []
-    for pid in set(children_of(os.getpid())) - ours:
-        if is_alive(pid):
+    for process in children() - ours:
+        pid, _ = process
+        if _lives(process):
             found.append(f"process {pid} ({_command_of(pid)})")
         else:
             with suppress(ChildProcessError):

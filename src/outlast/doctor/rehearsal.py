@@ -31,7 +31,7 @@ from outlast.config import Config
 from outlast.doctor import policy
 from outlast.doctor.policy import PATHS, Diagnosis, Measured
 from outlast.errors import ExitCode, OutlastError
-from outlast.ipc.processes import adopt_orphans, children_of, die_with_parent
+from outlast.ipc.processes import adopt_orphans, die_with_parent
 from outlast.observe.run_folder import RunFolder
 from outlast.recovery.policy.events import (
     FaultKind,
@@ -84,7 +84,7 @@ def carry_out(wish: Wish, deadline: float) -> tuple[list[Diagnosis], Measured]:
     writes elsewhere stays.
     """
     adopt_orphans()  # whatever the job leaves behind becomes a child of this process, and is found
-    ours, before = set(children_of(os.getpid())), frozenset(campaign.shared_memory())
+    ours, before = campaign.children(), frozenset(campaign.shared_memory())
     try:
         folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=wish.place))
     except OSError as error:
