@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import signal
 import struct
 import sys
@@ -29,6 +30,7 @@ from outlast.ipc.processes import Child, start, state_of
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 MEMBERS = "members.json"  # the table of ranks, in a memory folder
+REMOVED = ".removed-"  # in the name of one that is being removed
 BELL = "bell"  # a socket there that wakes the writer
 _OWNERS = "owners"
 _LOCK = "lock"
@@ -114,9 +116,22 @@ def without_others(root: Path, byte: int) -> Iterator[bool]:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove memory folders of this account whose owner died before its writer began: nothing is in them."""
+    """Remove memory folders of this account that nobody needs.
+
+    Their owner died before its writer began, so that nothing is in them; or their writer died while it
+    removed them.
+    """
+    remove_renamed(base, f"{MEMORY_PREFIX}{os.geteuid()}-*")
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
         _remove_unused(root)
+
+
+def remove_renamed(base: Path, names: str) -> None:
+    """Remove memory folders that a writer has renamed for that; ``names``: a pattern of those before."""
+    for root in base.glob(f"{names}{REMOVED}*"):
+        with contextlib.suppress(OSError, RunFolderUnusable):
+            files.require_private(root)
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _remove_unused(root: Path) -> None:

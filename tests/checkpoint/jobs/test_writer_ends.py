@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -177,6 +178,31 @@ def test_a_rank_that_saves_after_the_owner_has_gone_leaves_nothing_in_memory(pai
     until(pair.saver.ended, "the end of the saver")
     assert not pair.memory.root.exists()
     assert not savers[1].stage(Order(2, False, "a test"), jobs[1].state)
+    assert not pair.memory.root.exists()
+
+
+def test_ranks_that_are_being_killed_with_the_owner_leave_nothing_in_memory(pair: Pair) -> None:
+    """One that makes a buffer meanwhile must not keep the folder."""
+    jobs = [Job(0), Job(1)]
+    save(pair.join(jobs), jobs, 1)
+    over = threading.Event()
+
+    def make_buffers() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                pair.stage.pool.mkdir()
+                (pair.stage.pool / "0").mkdir()
+
+    rank = threading.Thread(target=make_buffers)
+    rank.start()
+    try:
+        pair.saver.hang_up()
+        until(lambda: pair.memory.members() is None, "the beginning of the removal")
+        assert not over.wait(0.2), "what a busy machine may let it live"
+    finally:
+        over.set()
+        rank.join()
+    until(pair.saver.ended, "the end of the saver")
     assert not pair.memory.root.exists()
 
 

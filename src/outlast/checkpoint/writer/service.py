@@ -19,7 +19,7 @@ from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status
 from outlast.checkpoint.writer.cluster import ReplicaShelf, Ties, served, shelf
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Tasks
-from outlast.checkpoint.writer_process import Owner, without_others
+from outlast.checkpoint.writer_process import REMOVED, Owner, remove_renamed, without_others
 from outlast.cluster.rpc.handshake import BadSecurity
 from outlast.errors import CheckpointError
 from outlast.recovery.policy.events import Note, Record
@@ -101,17 +101,16 @@ class Service:
             return True
 
     def _remove(self) -> None:
-        """Remove the memory folder, its lock last: until then no successor begins in it."""
-        if self._committer is not None and self._committer.stage.root != self._folder.root:
+        """Remove the memory folder, which has another name before that.
+
+        Ranks that are being killed with their agent would still make files in it under the name they know.
+        """
+        root = self._folder.root
+        if self._committer is not None and self._committer.stage.root != root:
             shutil.rmtree(self._committer.stage.root, ignore_errors=True)
-        with contextlib.suppress(OSError):  # a successor has begun, or ranks that wait for one
-            for path in self._folder.root.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path != self._folder.lock:
-                    path.unlink(missing_ok=True)
-            self._folder.lock.unlink()
-            self._folder.root.rmdir()
+        with contextlib.suppress(OSError):  # somebody else has removed it
+            root.rename(root.with_name(f"{root.name}{REMOVED}{os.urandom(4).hex()}"))
+        remove_renamed(root.parent, root.name)
 
     def _wait(self) -> None:
         sources: list[int] = [self._bell.fileno()]
