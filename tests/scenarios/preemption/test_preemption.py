@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from outlast.config import ASSUMED_LEAD
 from tests.support.launching import DEADLINE, SCRIPTS, Run, is_gone, running, runtime_folders, until
 from tests.support.ranks import Ranks, copies, lines, ranks
 
@@ -314,13 +313,13 @@ def test_a_rank_that_is_stopped_while_it_gives_the_job_back_is_not_waited_for(tm
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped_before_the_notice_has_its_own_time_only(tmp_path: Path) -> None:
-    """The others wait for its agreement for most of a minute."""
+    """The others wait for its agreement for 56 s."""
     with running(launched(tmp_path, "interval=5", ft_workers_stop_timeout=2)) as run:
         process, (goes_on, stopped) = trains(tmp_path, run), run.pids()
         run.until(lambda: run.records("saved"))
         os.kill(stopped, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        until(lambda: is_gone(stopped), run.console, ASSUMED_LEAD / 2)
+        until(lambda: is_gone(stopped), run.console, 30.0)
         if not is_gone(goes_on):
             process.send_signal(signal.SIGINT)
         assert run.finish() == TERMINATED, run.console()
