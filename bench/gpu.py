@@ -130,7 +130,7 @@ def copies(device: Device) -> Iterator[Line]:
     import torch
 
     from outlast.checkpoint.content.transfers import copy_tensors
-    from outlast.checkpoint.save.mapping import Mapping
+    from outlast.checkpoint.save.buffers import Mapping
 
     nbytes, count = _size(device), device.some(SMALL)
     large = [torch.zeros(nbytes // 16, dtype=torch.uint8, device=device.kind) for _ in range(16)]

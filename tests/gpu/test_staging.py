@@ -9,7 +9,7 @@ import torch
 
 from outlast.checkpoint.content.tensor_digest import digest_of_copy, digests_of
 from outlast.checkpoint.content.transfers import copy_tensors, octets_of
-from outlast.checkpoint.save.mapping import Mapping
+from outlast.checkpoint.save.buffers import Mapping
 from outlast.config import CheckpointOptions
 from tests.checkpoint.jobs.test_staging import Staging, expected, same
 from tests.support.jobs import checkpointer

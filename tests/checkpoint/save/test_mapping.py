@@ -18,9 +18,7 @@ import torch
 from outlast.checkpoint.content import memory
 from outlast.checkpoint.content.memory import address_of, as_tensor
 from outlast.checkpoint.save import buffers as module
-from outlast.checkpoint.save import mapping
-from outlast.checkpoint.save.buffers import Buffer, Buffers
-from outlast.checkpoint.save.mapping import Mapping
+from outlast.checkpoint.save.buffers import Buffer, Buffers, Mapping
 from outlast.checkpoint.tiers.memory_folder import Stage
 from tests.support.jobs import DEADLINE
 from tests.support.launching import until
@@ -71,7 +69,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     }
     for name, double in doubles.items():
         monkeypatch.setattr(torch.cuda, name, double)
-    monkeypatch.setattr(mapping, "WINDOW", 2 * _PAGE)
+    monkeypatch.setattr(module, "WINDOW", 2 * _PAGE)
     return found
 
 

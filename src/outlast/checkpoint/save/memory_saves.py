@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from outlast.checkpoint.policy.cadence import FIRST_STEPS, best_steps, fault_rate
-from outlast.checkpoint.save.mapping import current_device
+from outlast.checkpoint.save.buffers import current_device
 from outlast.ports import Exchange
 
 _NEWEST = 0.5  # weight of the newest measurement of a save
