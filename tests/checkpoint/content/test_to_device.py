@@ -8,9 +8,8 @@ import random
 import pytest
 import torch
 
-from outlast.checkpoint.content import to_device
-from outlast.checkpoint.content.to_device import Move, copy_to_devices
-from outlast.checkpoint.content.transfers import octets_of
+from outlast.checkpoint.content import transfers
+from outlast.checkpoint.content.transfers import Move, copy_to_devices, octets_of
 
 KINDS = (torch.float32, torch.bfloat16, torch.uint8, torch.complex128, torch.bool, torch.float8_e4m3fn)
 
@@ -33,8 +32,8 @@ def source_of(dice: random.Random, most: int) -> torch.Tensor:
 def test_every_byte_comes_to_its_place(
     window: int, small: int, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(to_device, "BLOCK", window)
-    monkeypatch.setattr(to_device, "SMALL", small)
+    monkeypatch.setattr(transfers, "BLOCK", window)
+    monkeypatch.setattr(transfers, "SMALL", small)
     dice = random.Random(seed)
     for threads in (1, 3):
         sources = [source_of(dice, 40) for _ in range(60)]
@@ -57,15 +56,15 @@ def test_a_target_is_written_where_it_is_and_nothing_beside_it() -> None:
 
 
 def test_no_more_than_two_windows_are_made_and_one_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_device, "BLOCK", 1 << 12)
+    monkeypatch.setattr(transfers, "BLOCK", 1 << 12)
     made: list[int] = []
-    registered = to_device._pinned
+    registered = transfers._pinned
 
     def counted(nbytes: int, device: torch.device) -> torch.Tensor:
         made.append(nbytes)
         return registered(nbytes, device)
 
-    monkeypatch.setattr(to_device, "_pinned", counted)
+    monkeypatch.setattr(transfers, "_pinned", counted)
     for nbytes, expected in ((100, [128]), (4096, [4096]), (4097, [4096] * 2), (1 << 16, [4096] * 2)):
         made.clear()
         source = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
@@ -91,17 +90,17 @@ class Event:
 
 def test_a_window_is_filled_again_only_when_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of calls for a device that works beside the host, which none of this machine is."""
-    monkeypatch.setattr(to_device, "BLOCK", 1 << 10)
+    monkeypatch.setattr(transfers, "BLOCK", 1 << 10)
     log: list[str] = []
-    make = to_device._Window.__init__
+    make = transfers._Window.__init__
 
-    def made(self: to_device._Window, nbytes: int, device: torch.device) -> None:
+    def made(self: transfers._Window, nbytes: int, device: torch.device) -> None:
         make(self, nbytes, device)
         self._read = Event(log)
 
-    fill = to_device.copy_slices
-    monkeypatch.setattr(to_device._Window, "__init__", made)
-    monkeypatch.setattr(to_device, "copy_slices", lambda *rest: (log.append("fill"), fill(*rest))[1])
+    fill = transfers.copy_slices
+    monkeypatch.setattr(transfers._Window, "__init__", made)
+    monkeypatch.setattr(transfers, "copy_slices", lambda *rest: (log.append("fill"), fill(*rest))[1])
     source = torch.arange(5000, dtype=torch.int64).to(torch.uint8)
     target = torch.empty_like(source)
     copy_to_devices([(target, source)], 1)

@@ -151,6 +151,12 @@ def test_a_context_of_autocast_does_not_reach_a_copy() -> None:
     assert torch.equal(image.view(torch.float16), torch.cat(tensors))
 
 
+def test_a_tensor_of_one_element_may_have_any_stride() -> None:
+    one, image = torch.arange(4.0)[1::2][:1], torch.zeros(4, dtype=torch.uint8)
+    copy_tensors([(one, 0)], image, 1)
+    assert image.view(torch.float32).tolist() == [1.0]
+
+
 def test_40_000_tensors_of_the_host_are_copied_in_few_calls() -> None:
     tensors = [torch.full((100,), number) for number in range(40_000)]
     plan = CopyPlan.of(tensors, range(0, 800 * len(tensors), 800))

@@ -18,7 +18,7 @@ from outlast.checkpoint.content.codecs import Coded, local_of
 from outlast.checkpoint.content.memory import copy_slices
 from outlast.checkpoint.content.restore import entries_of, takes_as_torch_does
 from outlast.checkpoint.content.state import content_of, tensors_in
-from outlast.checkpoint.content.to_device import copy_to_devices
+from outlast.checkpoint.content.transfers import copy_to_devices
 from outlast.checkpoint.load.reading import reserve
 from outlast.checkpoint.policy.table import is_dense
 from outlast.parallelism.policy.slices import Part
