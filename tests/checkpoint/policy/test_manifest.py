@@ -27,6 +27,7 @@ from outlast.errors import CheckpointError, CheckpointMismatch
 from outlast.fields import FORMAT_VERSION, DamagedCopy
 from outlast.parallelism.policy.degrees import Layout
 from tests.support.forging import SAID, text_of
+from tests.support.json_values import ANYTHING, replace_one
 
 
 def row(number: int) -> Row:
@@ -57,13 +58,6 @@ manifests = st.builds(
     own=st.just(rows_of((0, 1))),
     contents=st.just(SAME),
 )
-anything = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
 
 
 @given(manifests)
@@ -78,28 +72,15 @@ def test_a_layout_of_other_ranks_is_damage(wrong: dict[str, object]) -> None:
         Manifest.from_json(text)
 
 
-def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value inside a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [spot for key, each in inner for spot in spots(each, (*path, key))]
-
-
-def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
-    for key in path[:-1]:
-        value = value[key]
-    value[path[-1]] = new
-
-
 def test_whatever_replaces_a_value_is_taken_or_named_as_damage() -> None:
     """Nothing but the two named errors may come out, whatever is written where."""
     outcomes: Counter[str] = Counter()
 
     @settings(max_examples=400)
-    @given(st.integers(0, 10**6), anything)
+    @given(st.integers(0, 10**6), ANYTHING)
     def check(where: int, new: Any) -> None:
         value = json.loads(manifest().to_json())
-        paths = spots(value)
-        put(value, paths[where % len(paths)], new)
+        replace_one(value, where, new)
         try:
             Manifest.from_json(text_of(value))
         except (DamagedCopy, CheckpointMismatch):

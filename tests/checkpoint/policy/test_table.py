@@ -15,6 +15,7 @@ from outlast.checkpoint.policy.manifest import FileEntry, Row
 from outlast.checkpoint.policy.table import Cut, Form, Shard, Table, place_in_meshes, table_of
 from outlast.fields import DamagedCopy, Fields
 from outlast.parallelism.policy.slices import Split, part_of
+from tests.support.json_values import ANYTHING, replace_one
 
 MESHES = ((3, 2), (5,))
 FORMS = {
@@ -169,30 +170,10 @@ def test_a_tensor_is_in_the_own_file_or_in_a_shared_one() -> None:
         shard_of(said_of({**FORMS, "q": Form("int8", 1, (0,))}))
 
 
-anything = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=4)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value inside a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [spot for key, each in inner for spot in spots(each, (*path, key))]
-
-
-@given(st.integers(0, 10**6), anything)
+@given(st.integers(0, 10**6), ANYTHING)
 def test_whatever_replaces_a_value_is_taken_or_named_as_damage(where: int, new: Any) -> None:
     value = said_of()
-    paths = spots(value)
-    *path, last = paths[where % len(paths)]
-    holder = value
-    for key in path:
-        holder = holder[key]
-    holder[last] = new
+    replace_one(value, where, new)
     try:
         found = shard_of(value)
     except DamagedCopy:

@@ -157,7 +157,7 @@ class Copies:
 
     def begin(self, generation: int) -> None:
         """A generation starts; until it has loaded something its state is a fresh one."""
-        self._generation, self._began, self._clean, self.loaded = generation, 0, 0, ()
+        self.load(0, (), "", generation)
 
     def commit(self, checkpoint: str) -> None:
         """A copy exists; of those that an earlier process left this must be said before the load."""
