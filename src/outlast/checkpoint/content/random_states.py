@@ -100,11 +100,13 @@ def _set(states: dict[str, Any], python: Any, of_torch: torch.Generator, own: bo
     if "numpy" in states:
         import numpy.random
 
-        found, inner = states["numpy"], states["numpy"]["state"]
-        if len(inner["key"]) != 4 * _NUMPY_WORDS or not 0 <= inner["pos"] <= _NUMPY_WORDS:
-            raise ValueError(f"position {inner['pos']} in {len(inner['key'])} bytes")
-        state = {**found, "state": {**inner, "key": numpy.frombuffer(inner["key"], numpy.uint32)}}
-        (numpy.random.RandomState() if own else numpy.random).set_state(state)
+        found = states["numpy"]
+        inner = dict(found["state"])
+        if found["bit_generator"] == "MT19937":
+            if len(inner["key"]) != 4 * _NUMPY_WORDS or not 0 <= inner["pos"] <= _NUMPY_WORDS:
+                raise ValueError(f"position {inner['pos']} in {len(inner['key'])} bytes")
+            inner["key"] = numpy.frombuffer(inner["key"], numpy.uint32)
+        (numpy.random.RandomState() if own else numpy.random).set_state({**found, "state": inner})
 
 
 def _octets(state: torch.Tensor) -> bytes:
