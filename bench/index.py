@@ -34,7 +34,7 @@ from outlast.checkpoint.content.random_states import capture_random
 from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.load.world import World
-from outlast.checkpoint.policy.joint import Leader, Report, Sent, Written
+from outlast.checkpoint.policy.joint import Leader, Member, Report, Written
 from outlast.checkpoint.policy.manifest import Identity, Manifest, Row, copy_name, rank_files, runs_of
 from outlast.checkpoint.tiers.inventory import read_manifest, read_rank_file
 from outlast.checkpoint.tiers.tier import CopyFolder, DirectoryTier
@@ -185,25 +185,26 @@ def commit(manifest: Manifest, reports: int) -> dict[str, Any]:
     """
     ranks = range(manifest.world_size)
     nodes = [ranks[first : first + ON_NODE] for first in range(0, len(ranks), ON_NODE)]
-    parts, whole = manifest.parts(), []
+    parts, members = manifest.parts(), dict[str, Member]()
     for number, mine in enumerate(nodes):
         own = tuple((rank, parts[rank][0]) for rank in mine)
         contents = runs_of([parts[rank][1] for rank in mine])
-        written = Written(NAME, 100, own, 0.1, "", "session", contents=contents)
-        whole.append(Report(f"node-{number}", "session", 100, written=(written,)))
-    leader = Leader([one.node for one in whole], False, name="leader")
-    ways, complete, nbytes, seconds, busy = [Sent() for _ in whole], None, 0, 0.0, 0.0
+        members[f"node-{number}"] = member = Member(f"node-{number}", "session")
+        member.made(100)
+        member.wrote(Written(NAME, own, 0.1, "", "session", contents=contents))
+    leader = Leader(members, False)
+    complete, nbytes, seconds, busy = None, 0, 0.0, 0.0
     for _ in range(reports):
-        sent = [way.shortened(one) for way, one in zip(ways, whole, strict=True)]
-        texts = [json.dumps(one.to_values()) for one in sent]
+        texts = [json.dumps(member.report.to_values()) for member in members.values()]
         began, began_busy = time.perf_counter(), time.process_time()
         for text in texts:
             complete = next(iter(leader.hear(Report.from_values(json.loads(text)))), complete)
         seconds, busy = seconds + time.perf_counter() - began, busy + time.process_time() - began_busy
-        answer = json.dumps(vars(leader.answer))
-        nbytes += sum(map(len, texts)) + len(whole) * len(answer)
-        for way, one, part in zip(ways, whole, sent, strict=True):
-            way.answered(one, part, leader.answer)
+        nbytes += sum(map(len, texts))
+        for node, member in members.items():
+            answer = leader.answer_to(node)
+            nbytes += len(json.dumps(vars(answer)))
+            member.hear(answer)
     assert complete is not None, "all nodes have reported"
     began, began_busy = time.perf_counter(), time.process_time()
     ends = ends_of(replace(manifest, session="session").joined(complete.own, ()))

@@ -34,7 +34,7 @@ REMOVED = ".removed-"  # in the name of one that is being removed
 BELL = "bell"  # a socket there that wakes the writer
 _OWNERS = "owners"
 _LOCK = "lock"
-_BYTES = 1 << 62
+_BYTES, _NOBODY = 1 << 62, -1
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _PATIENCE, _LOOK = 60.0, 0.01
 
@@ -103,7 +103,7 @@ def others_own(root: Path, byte: int) -> bool:
 
 @contextlib.contextmanager
 def without_others(root: Path, byte: int) -> Iterator[bool]:
-    """Yield whether a folder has no other owner; if so, none comes before the end of the block."""
+    """Yield whether a folder has no owner but that of a byte; then none comes until the block ends."""
     try:
         descriptor = _opened(root)
     except (OSError, RunFolderUnusable):  # it is gone, so that there is nothing to be alone with
@@ -140,15 +140,11 @@ def _remove_unused(root: Path) -> None:
         files.require_private(root)
         if not set(os.listdir(root)) <= {_OWNERS, _LOCK, MEMBERS, BELL}:
             return
-        descriptor = _opened(root)
-        try:
-            alone = _locked(descriptor, [_range(0, _BYTES)]) and is_of(root / _OWNERS, descriptor)
+        with without_others(root, _NOBODY) as alone:
             if alone and not lock_holder(root / _LOCK):
                 for path in root.iterdir():
                     path.unlink()
                 root.rmdir()
-        finally:
-            os.close(descriptor)
 
 
 def lock_holder(lock: files.AnyPath) -> int:
@@ -188,7 +184,7 @@ def _locked(descriptor: int, ranges: Iterable[bytes]) -> bool:
 
 
 def _but(byte: int) -> Iterator[bytes]:
-    if byte:
+    if byte > 0:
         yield _range(0, byte)
     yield _range(byte + 1, _BYTES - byte - 1)
 

@@ -22,7 +22,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_f
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer import __main__ as writer_main
 from outlast.checkpoint.writer.__main__ import Predecessor
-from outlast.checkpoint.writer.sealing import seal
+from outlast.checkpoint.writer.durable import seal
 from outlast.checkpoint.writer_process import STILL, lock_holder, own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint

@@ -16,7 +16,7 @@ from outlast.checkpoint.replica.frames import BURST_BYTES
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.writer.__main__ import IO_PRIORITY, OOM_SCORE
 from outlast.checkpoint.writer.committer import NICENESS
-from outlast.checkpoint.writer.sealing import digests_of, threads_beside
+from outlast.checkpoint.writer.durable import digests_of, threads_beside
 from tests.support.jobs import Job
 from tests.support.launching import until
 from tests.support.memory_nodes import Node, train_and_save

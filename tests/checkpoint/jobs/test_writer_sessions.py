@@ -13,17 +13,16 @@ from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.replica.handshake import NOBODY
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Status, Together
-from outlast.checkpoint.writer.cluster import Ties
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Task, Tasks
 from outlast.recovery.policy.events import Record, Saved
 
 NAME = copy_name(40, 1)
-COMPLETE = Complete(NAME, 40, {}, (), 0.5, (), "first")
+COMPLETE = Complete(NAME, blocked=0.5, session="first")
 
 
-def done() -> tuple[Complete, tuple[()]]:
-    return COMPLETE, ()
+def done() -> Complete:
+    return COMPLETE
 
 
 def fails() -> None:
@@ -58,7 +57,7 @@ def test_it_counts_for_no_step_of_the_next_session(
         nodes = (Peer("a", (0,), "127.0.0.1", 9), Peer("b", (1,), "127.0.0.1", 9))
         together = Together("a" if leads else "b", "127.0.0.1", nodes=nodes)
         members = dataclasses.replace(members, together=together)
-    committer = CopyCommitter(members, disk, Status(1), records.append, Ties(rang.set, NOBODY))
+    committer = CopyCommitter(members, disk, Status(1), records.append, NOBODY)
     try:
         committer.look()
         assert disk.task is None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Member, Report, Sent, Written
+from outlast.checkpoint.policy.joint import Answer, Leader, Member, Report, Written
 from outlast.checkpoint.policy.manifest import Row, copy_name, runs_of
 from outlast.codec import Malformed
 from tests.support.forging import SAID
@@ -25,7 +26,7 @@ def row(nbytes: int, digit: str = "0") -> Row:
 def written(step: int, node: str, error: str = "", session: str = "s") -> Written:
     own = () if error else ((ord(node), row(ord(node))),)
     contents = {} if error else ONE
-    return Written(copy_name(step, 1), step, own, 0.5, error, session, contents=contents)
+    return Written(copy_name(step, 1), own, 0.5, error, session, contents=contents)
 
 
 class Node:
@@ -166,30 +167,34 @@ def test_a_copy_is_complete_when_the_last_node_has_written_it() -> None:
 
 
 def test_rows_go_to_a_leader_once_and_to_the_next_one_again() -> None:
-    def sizes(sent: Report) -> list[int]:
-        return [len(one.own) for one in sent.written]
+    members = {node: Member(node, "s") for node in "ab"}
+    for node, member in members.items():
+        member.wrote(written(5, node))
+        member.wrote(written(6, node, "full"))
+    first, second = (Leader(["a", "b"], replicate=False) for _ in range(2))
 
-    ways = {node: Sent() for node in "ab"}
-    whole = {node: Report(node, "s", written=(written(5, node), written(6, node, "full"))) for node in "ab"}
-    first, second = (Leader(["a", "b"], replicate=False, name=name) for name in ("first", "second"))
+    def told(leader: Leader, node: str) -> list[int]:
+        """Return which steps a node reports in its next report."""
+        sent = Report.from_values(members[node].report.to_values())
+        found.extend(leader.hear(sent))
+        members[node].hear(leader.answer_to(node))
+        return [one.step for one in sent.written]
 
-    def told(leader: Leader, node: str) -> tuple[Report, tuple[Complete, ...]]:
-        sent = ways[node].shortened(whole[node])
-        found = leader.hear(Report.from_values(sent.to_values()))
-        ways[node].answered(whole[node], sent, leader.answer)
-        return sent, found
-
-    assert sizes(told(first, "a")[0]) == [1, 0]
-    assert sizes(told(first, "a")[0]) == [0, 0]
-    sent, found = told(second, "a")  # which lacks what it was not sent, and is told all of it next
-    assert (sizes(sent), found) == ([0, 0], ())
-    assert sizes(told(second, "a")[0]) == [1, 0]
-    assert sizes(told(second, "a")[0]) == [0, 0]
-    sent, (complete, other) = told(second, "b")
+    found: list[Any] = []
+    assert told(first, "a") == [5, 6]
+    assert told(first, "a") == []
+    assert first.waits
+    assert told(second, "a") == []  # it lacks what it was not sent, and is told all of it next
+    assert told(second, "a") == [5, 6]
+    assert told(second, "a") == []
+    assert not found
+    assert told(second, "b") == [5, 6]
+    complete, other = found
     assert complete.own == {ord(node): (row(ord(node)), SAID) for node in "ab"}
     assert len(other.errors) == 2
-    whole["a"] = Report("a", "s", written=(written(5, "a", "no"), written(7, "a")))
-    assert [one.known for one in ways["a"].shortened(whole["a"]).written] == [False, False]
+    members["a"].wrote(written(5, "a", "no"))
+    members["a"].wrote(written(7, "a"))
+    assert told(second, "a") == [5, 7], "what has failed since it was heard of is reported"
 
 
 def test_parts_of_two_sessions_are_never_put_together() -> None:
@@ -228,7 +233,7 @@ def test_a_report_survives_its_way() -> None:
         {"replicated": True},
         {"written": [{"name": "x"}]},
         {"written": 3},
-        {"written": [{**asdict(written(3, "a")), "step": float("nan")}]},
+        {"written": [{**asdict(written(3, "a")), "ends": float("nan")}]},
         {"written": [{**asdict(written(3, "a")), "error": "e" * 5000}]},
         {"written": [{**asdict(written(3, "a")), "blocked": float("nan")}]},
         {"written": [{**asdict(written(3, "a")), "own": [[0, ["1", "", "", 0, "", 0, []]]]}]},
@@ -253,9 +258,11 @@ def test_files_that_nodes_have_in_common_count_once_and_must_be_the_same() -> No
     shared = row(5)
     own = {"a": ((0, row(1)),), "b": ((1, row(2)),)}
     for step, other in ((1, shared), (2, row(5, "2"))):
-        leader.hear(Report("a", "s", written=(Written("x", step, own["a"], contents=ONE, shared=(shared,)),)))
+        leader.hear(
+            Report("a", "s", written=(Written(copy_name(step, 1), own["a"], contents=ONE, shared=(shared,)),))
+        )
         (found,) = leader.hear(
-            Report("b", "s", written=(Written("x", step, own["b"], contents=ONE, shared=(other,)),))
+            Report("b", "s", written=(Written(copy_name(step, 1), own["b"], contents=ONE, shared=(other,)),))
         )
         assert (found.own, found.shared) == (
             {rank: (one, SAID) for rank, one in own["a"] + own["b"]},
@@ -264,10 +271,12 @@ def test_files_that_nodes_have_in_common_count_once_and_must_be_the_same() -> No
         assert bool(found.errors) == (step == 2)
         leader.settled(found, "; ".join(found.errors))
     assert "nodes a and b" in leader.answer.error
-    leader.hear(Report("a", "s", written=(Written("x", 3, own["a"], contents=ONE, shared=(shared,)),)))
-    (found,) = leader.hear(Report("b", "s", written=(Written("x", 3, own["b"], contents=ONE),)))
+    leader.hear(
+        Report("a", "s", written=(Written(copy_name(3, 1), own["a"], contents=ONE, shared=(shared,)),))
+    )
+    (found,) = leader.hear(Report("b", "s", written=(Written(copy_name(3, 1), own["b"], contents=ONE),)))
     assert found.errors, "node a counts on node b to write some of what they share"
     leader.settled(found)
-    leader.hear(Report("a", "s", written=(Written("x", 4, own["a"], contents=ONE),)))
-    (found,) = leader.hear(Report("b", "s", written=(Written("x", 4, own["a"], contents=ONE),)))
+    leader.hear(Report("a", "s", written=(Written(copy_name(4, 1), own["a"], contents=ONE),)))
+    (found,) = leader.hear(Report("b", "s", written=(Written(copy_name(4, 1), own["a"], contents=ONE),)))
     assert found.errors, "a rank is on one node"

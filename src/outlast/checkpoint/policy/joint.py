@@ -9,18 +9,19 @@ replicated, and what was kept for the step before may go. A node that hears of a
 it; the next one begins a little further ahead. While no node makes copies, as in a long evaluation, the
 leader opens a round for the newest one that all nodes have.
 
-Disk. Every node writes its files of a copy; when all have, the leader commits it.
+Disk. Every node writes its files of a copy; when all have, the leader commits it. Its answer to a node names
+what it has of that node, and the next report leaves that out. A node alone is its own leader.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from outlast import codec
-from outlast.checkpoint.policy.manifest import Contents, Row, are_runs, expanded, nbytes_of, some
+from outlast.checkpoint.policy.manifest import Contents, Row, are_runs, expanded, nbytes_of, place_of, some
 from outlast.codec import Malformed, Meta
 
 _RECENT = 256
@@ -38,32 +39,39 @@ class Written:
 
     Args:
         name: of the copy.
-        step: completed steps.
         own: rows of the node's ranks, each with the rank.
         blocked: seconds that its ranks stood still for it, at most.
         error: why the files are not there; empty: they are.
         session: of the ranks that staged it; parts of two sessions are never put together.
         shared: rows of the files that all ranks share.
         contents: of the documents of the node's ranks.
-        known: rows and contents are left out, since this leader has them.
-        by_name: the copy is of an earlier generation or was lost before: its step cannot show its end.
+        ends: how often the copy had ended before, where its step cannot show its end: it is of an earlier
+            generation, or was lost before; -1: its step can.
     """
 
     name: _Text
-    step: _Number
     own: tuple[tuple[_Number, Row], ...] = ()
     blocked: Annotated[float, Meta(ge=0, le=1 << 62)] = 0.0
     error: _Text = ""
     session: _Text = ""
     shared: tuple[Row, ...] = ()
     contents: Contents = field(default_factory=dict)
-    known: bool = False
-    by_name: bool = False
+    ends: _Number = -1
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return place_of(self.name)[0]
+
+    @property
+    def mark(self) -> str:
+        """What a leader has heard of, in :attr:`Answer.heard`."""
+        return f"{self.name}~{self.session}{'!' if self.error else ''}"
 
     def is_over(self, answer: Answer) -> bool:
         """Return whether a leader's answer has the end of the copy."""
-        if self.by_name:
-            return self.name in answer.ended
+        if self.ends >= 0:
+            return self.ends < answer.ended.get(self.name, 0)
         return self.step <= max(answer.durable_step, answer.lost_step)
 
 
@@ -78,7 +86,7 @@ class Report:
         round: of replicas, the one that it is in; 0: none yet.
         replicated: the step that it has sent in that round; -1: none yet.
         missed: it cannot take part in that round.
-        written: copies on their way to disk that the leader has not answered for.
+        written: copies on their way to disk that the leader has not heard of.
     """
 
     node: _Text
@@ -122,8 +130,8 @@ class Answer:
         failures: copies lost in a row.
         failing: seconds from the first of them to the latest.
         error: why the latest was.
-        leader: distinguishes it from others: another one does not know what this one was sent.
-        ended: the latest copies that ended and that go by name; see :class:`Written`.
+        ended: how often copies ended whose step cannot show that, the latest ones; see :class:`Written`.
+        heard: marks of what the leader has of the node that it answers, of copies that have not ended.
     """
 
     round: int = 0
@@ -134,8 +142,8 @@ class Answer:
     failures: int = 0
     failing: float = 0.0
     error: str = ""
-    leader: str = ""
-    ended: Sequence[str] = ()
+    ended: Mapping[str, int] = field(default_factory=dict)
+    heard: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,23 +152,21 @@ class Complete:
 
     Args:
         name: of the copy.
-        step: completed steps.
         own: row and digests of contents of each rank.
         shared: rows of the files that all ranks share.
         blocked: seconds that a rank stood still for it, at most.
         errors: of the nodes that failed, each with the node's name; empty: it can be committed.
         session: of the ranks that staged it.
-        by_name: see :class:`Written`.
+        ends: see :class:`Written`.
     """
 
     name: str
-    step: int
-    own: dict[int, tuple[Row, dict[str, str]]]
-    shared: tuple[Row, ...]
-    blocked: float
-    errors: tuple[str, ...]
-    session: str
-    by_name: bool = False
+    own: dict[int, tuple[Row, dict[str, str]]] = field(default_factory=dict)
+    shared: tuple[Row, ...] = ()
+    blocked: float = 0.0
+    errors: tuple[str, ...] = ()
+    session: str = ""
+    ends: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -174,12 +180,12 @@ class Leader:
     Args:
         nodes: their names.
         replicate: copies go to other nodes.
-        durable_step: the newest step that is on disk already; -1: none.
-        name: distinguishes it from other leaders.
+        answer: what is on disk already, and how it went before.
+        now: monotonic time.
     """
 
     def __init__(
-        self, nodes: Collection[str], replicate: bool, durable_step: int = -1, name: str = ""
+        self, nodes: Collection[str], replicate: bool, answer: Answer = Answer(), now: float = 0.0
     ) -> None:
         self._nodes = frozenset(nodes)
         self._replicate = replicate
@@ -188,7 +194,8 @@ class Leader:
         self._unchanged: dict[str, int] = {}  # reports in a row, by node
         self._waiting: dict[str, bool] = {}  # nodes that were not told yet how all their copies ended
         self._ahead = 1
-        self.answer = Answer(durable_step=durable_step, leader=name)
+        self._failing_since = now - answer.failing
+        self.answer = answer
 
     def hear(self, report: Report) -> tuple[Complete, ...]:
         """Take a report; return the copies on disk for which it was the last one missing.
@@ -205,15 +212,20 @@ class Leader:
             self._turn()
         found = []
         for written in report.written:
-            if written.is_over(self.answer) or written.known:
+            if written.is_over(self.answer):
                 continue
             told = self._written.setdefault((written.name, written.session), {})
             new = report.node not in told
             told[report.node] = written
             if new and len(told) == len(self._nodes):
                 found.append(_complete(told))
-        self._waiting[report.node] = not all(written.is_over(self.answer) for written in report.written)
+        self._waiting[report.node] = bool(self.answer_to(report.node).heard)
         return tuple(found)
+
+    def answer_to(self, node: str) -> Answer:
+        """Return what a node has to know."""
+        parts = [told[node] for told in self._written.values() if node in told]
+        return replace(self.answer, heard=tuple(one.mark for one in parts if not one.is_over(self.answer)))
 
     @property
     def waits(self) -> bool:
@@ -228,25 +240,25 @@ class Leader:
 
     def _turn(self) -> None:
         """Open the next round when this one is over."""
-        reports = self._reports.values()
-        highest = max(report.round for report in reports)
-        if highest > self.answer.round:  # of a leader before this one
-            self._open(highest + 1)
-        elif self.answer.round == 0:
-            if any(report.newest >= 0 for report in reports):
-                self._open(1)
-        elif all(self._is_over(report) for report in reports):
-            sent = {report.replicated for report in reports}
-            if len(sent) == 1 and not any(report.missed for report in reports):
-                self.answer = _changed(self.answer, replicated=max(self.answer.replicated, sent.pop()))
+        answer, reports = self.answer, self._reports.values()
+        newest, all_have = (choose(one.newest for one in reports) for choose in (max, min))
+        highest = max(one.round for one in reports)
+        here = [one for one in reports if one.round == answer.round]
+        if highest > answer.round or (answer.round == 0 and newest >= 0):  # higher: of a leader before this
+            number, after = highest + 1, newest + self._ahead - 1
+        elif len(here) == len(reports) and all(one.missed or one.replicated >= 0 for one in here):
+            sent = {one.replicated for one in here}
+            if len(sent) == 1 and not any(one.missed for one in here):
+                answer = replace(answer, replicated=max(answer.replicated, sent.pop()))
                 self._ahead = max(1, self._ahead // 2)
             else:
                 self._ahead = min(2 * self._ahead, _MOST_AHEAD)
-            self._open(self.answer.round + 1)
-        elif self._is_at_rest():
-            newest = min(report.newest for report in reports)
-            if newest > self.answer.replicated:
-                self._begin(self.answer.round + 1, newest - 1)
+            number, after = answer.round + 1, newest + self._ahead - 1
+        elif self._is_at_rest() and all_have > answer.replicated:
+            number, after = answer.round + 1, all_have - 1
+        else:
+            return
+        self.answer = replace(answer, round=number, after=after)
 
     def _is_at_rest(self) -> bool:
         """Say whether no node makes copies any more, and one has none to send in this round."""
@@ -256,42 +268,36 @@ class Leader:
             for report in reports
         )
 
-    def _is_over(self, report: Report) -> bool:
-        return report.round == self.answer.round and (report.missed or report.replicated >= 0)
-
-    def _open(self, number: int) -> None:
-        newest = max(report.newest for report in self._reports.values())
-        self._begin(number, newest + self._ahead - 1)
-
-    def _begin(self, number: int, after: int) -> None:
-        self.answer = _changed(self.answer, round=number, after=after)
-
-    def settled(self, complete: Complete, error: str = "", failing: float = 0.0, counts: bool = True) -> None:
+    def settled(self, complete: Complete, error: str = "", now: float = 0.0, counts: bool = True) -> None:
         """Record how the commit of a copy ended, or that it was aborted.
 
         Args:
             complete: the copy.
             error: why it was lost; empty: it was not.
-            failing: seconds since the first of the copies that were lost in a row.
-            counts: the copy is of this generation; steps of two generations are not comparable.
+            now: monotonic time.
+            counts: its step is one of those that this generation is to save.
         """
-        if complete.by_name or not counts:
-            ended = [name for name in self.answer.ended if name != complete.name]
-            self.answer = _changed(self.answer, ended=(*ended, complete.name)[-_MOST_WRITTEN:])
-        step = complete.step if counts else -1
+        before, ended = self.answer, self.answer.ended
+        if complete.ends >= 0 or not counts:
+            others = [one for one in ended.items() if one[0] != complete.name]
+            ended = dict([*others, (complete.name, ended.get(complete.name, 0) + 1)][-_MOST_WRITTEN:])
+        step = place_of(complete.name)[0] if counts else -1
         for key in [key for key in self._written if key[0] == complete.name]:
             del self._written[key]
         if error:
-            self.answer = _changed(
-                self.answer,
-                lost_step=max(self.answer.lost_step, step),
-                failures=self.answer.failures + 1,
-                failing=failing,
+            if not before.failures:
+                self._failing_since = now
+            self.answer = replace(
+                before,
+                ended=ended,
+                lost_step=max(before.lost_step, step),
+                failures=before.failures + 1,
+                failing=now - self._failing_since,
                 error=error,
             )
         else:
-            step = max(self.answer.durable_step, step)
-            self.answer = _changed(self.answer, durable_step=step, failures=0, failing=0.0, error="")
+            step = max(before.durable_step, step)
+            self.answer = replace(before, ended=ended, durable_step=step, failures=0, failing=0.0, error="")
 
 
 def _any(told: Mapping[str, Written]) -> Written:
@@ -300,7 +306,7 @@ def _any(told: Mapping[str, Written]) -> Written:
 
 def _complete(told: Mapping[str, Written]) -> Complete:
     first = _any(told)
-    errors = [f"node {node}: {told[node].error}" for node in sorted(told) if told[node].error]
+    errors = [f"{node and f'node {node}: '}{one.error}" for node, one in sorted(told.items()) if one.error]
     written = [node for node in sorted(told) if not told[node].error]
     own: dict[int, tuple[Row, dict[str, str]]] = {}
     for node in written:
@@ -317,49 +323,13 @@ def _complete(told: Mapping[str, Written]) -> Complete:
         )
     return Complete(
         first.name,
-        first.step,
         own,
         told[written[0]].shared if written else (),
         max(one.blocked for one in told.values()),
         tuple(errors),
         first.session,
-        any(one.by_name for one in told.values()),
+        max(one.ends for one in told.values()),
     )
-
-
-def _changed(answer: Answer, **values: Any) -> Answer:
-    return Answer(**{**asdict(answer), **values})
-
-
-class Sent:
-    """What a leader has from a node: rows go there once, though reports are repeated."""
-
-    def __init__(self) -> None:
-        self._leader = ""
-        self._heard: dict[str, Written] = {}
-
-    def shortened(self, report: Report) -> Report:
-        """Return a report without the rows that the leader has."""
-        written = tuple(
-            replace(one, own=(), shared=(), contents={}, known=True)
-            if self._heard.get(one.name) == one
-            else one
-            for one in report.written
-        )
-        return replace(report, written=written)
-
-    def answered(self, report: Report, sent: Report, answer: Answer) -> None:
-        """Process an answer of the leader.
-
-        Args:
-            report: the whole report.
-            sent: what was sent of it.
-            answer: where it comes from a new leader, rows and contents are sent again.
-        """
-        same = answer.leader == self._leader
-        pairs = zip(report.written, sent.written, strict=True)
-        self._heard = {one.name: one for one, part in pairs if same or not part.known}
-        self._leader = answer.leader
 
 
 class Member:
@@ -377,8 +347,7 @@ class Member:
         self._session = session
         self._made: deque[int] = deque(maxlen=_RECENT)
         self._taken = -1
-        self._sent = False
-        self._missed = False
+        self._sent: bool | None = None  # whether it could be sent; None: it may be under way
         self._written: dict[str, Written] = {}
         self.answer = Answer()
 
@@ -391,8 +360,8 @@ class Member:
             max(self._made, default=-1),
             self.answer.round,
             self._taken if self._sent else -1,
-            self._missed,
-            tuple(self._written.values()),
+            self._sent is False,
+            tuple(one for one in self._written.values() if one.mark not in self.answer.heard),
         )
 
     def made(self, step: int) -> None:
@@ -412,12 +381,16 @@ class Member:
     def hear(self, answer: Answer) -> None:
         """Take an answer of the leader."""
         if answer.round > self.answer.round:
-            self._taken, self._sent, self._missed = -1, False, False
+            self._taken, self._sent = -1, None
         else:  # a lower one comes from a leader that has begun anew and has not heard of us yet
-            answer = _changed(answer, round=self.answer.round, after=self.answer.after)
-        answer = _changed(answer, replicated=max(answer.replicated, self.answer.replicated))
+            answer = replace(answer, round=self.answer.round, after=self.answer.after)
+        answer = replace(answer, replicated=max(answer.replicated, self.answer.replicated))
         self._written = {name: one for name, one in self._written.items() if not one.is_over(answer)}
         self.answer = answer
+
+    def ends(self, name: str) -> int:
+        """Return how often a copy has ended; see :class:`Written`."""
+        return self.answer.ended.get(name, 0)
 
     @property
     def pending(self) -> Collection[str]:
@@ -430,19 +403,19 @@ class Member:
         Args:
             held: steps of the copies in memory.
         """
-        if self.answer.round == 0 or self._sent or self._missed:
+        if self.answer.round == 0 or self._sent is not None:
             return -1
         if self._taken < 0:
             later = [step for step in self._made if step > self.answer.after]
             self._taken = min(later, default=-1)
         if self._taken >= 0 and self._taken not in held:
-            self._taken, self._missed = -1, True
+            self._taken, self._sent = -1, False
         return self._taken
 
     def sent(self, step: int, fine: bool) -> None:
         """Take note of how sending a copy went."""
         if step == self._taken:
-            self._sent, self._missed = fine, not fine
+            self._sent = fine
 
     def keep(self, held: Collection[int]) -> frozenset[int]:
         """Return which copies in memory must stay.

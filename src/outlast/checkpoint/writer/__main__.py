@@ -188,6 +188,7 @@ def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) ->
     """Take the folder's lock; wait for an older writer first. -1: it did not end in time.
 
     Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its writer's.
+    The kernel names who holds such a lock; it is lost when this process closes any descriptor of the file.
     """
     deadline = time.monotonic() + PREDECESSOR_PATIENCE
     while time.monotonic() < deadline and not owner.replaced(folder.root):

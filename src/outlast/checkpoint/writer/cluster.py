@@ -1,29 +1,28 @@
-"""The checkpoint writer where ranks are on several nodes: it finishes copies with the others.
+"""The checkpoint writers of a session, seen from one of them: they finish copies together.
 
-It reports to the writer that leads, and sends and takes replicas.
+Each reports to the one that leads, and sends and takes replicas. A node alone leads itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outlast import codec
 from outlast.checkpoint.content.digest import file_digest
-from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Report, Sent
+from outlast.checkpoint.policy.joint import Answer, Complete, Leader, Report
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST
 from outlast.checkpoint.policy.placement import MEMORY, REPLICA
 from outlast.checkpoint.replica.client import PeerClient
 from outlast.checkpoint.replica.frames import PeerError, PeerRefused, Refusal, Throttle
 from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import read_manifest
-from outlast.checkpoint.tiers.memory_folder import LANDING, Members, Peer, Stage, Together
+from outlast.checkpoint.tiers.memory_folder import LANDING, Members, Stage, Together
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer.durable import Tasks
 from outlast.codec import Malformed
@@ -34,19 +33,6 @@ _NODES_A_SECOND = 1000  # reports that a leader is to hear
 _IDLE = 2.0  # seconds between two reports otherwise
 _TIMEOUT = 10.0
 MOST_REPLICAS = 8  # of a node: what the session before left, the newest that all have, two rounds under way
-
-
-@dataclass(frozen=True)
-class Ties:
-    """What wakes a committer, and what it proves to other nodes.
-
-    Args:
-        ring: wakes it.
-        credentials: what this node proves to the others.
-    """
-
-    ring: Callable[[], None]
-    credentials: Credentials
 
 
 class ReplicaShelf(DirectoryTier):
@@ -63,36 +49,39 @@ class WriterCluster:
     """The nodes of a session, seen from one of them.
 
     Args:
-        members: of this node; with the table of nodes.
-        durable_step: the newest step that is on disk already; -1: none.
-        ties: of the committer.
+        members: of this node; with the table of nodes, if there are others.
+        answer: what a leader begins with: what is on disk already, and how saves went before.
+        ring: wakes the committer.
+        credentials: what this node proves to the others.
     """
 
-    def __init__(self, members: Members, durable_step: int, ties: Ties) -> None:
+    def __init__(
+        self, members: Members, answer: Answer, ring: Callable[[], None], credentials: Credentials
+    ) -> None:
         together = members.together
-        assert together is not None
-        assert together.nodes, "the table of nodes is there"
-        self.together: Together = together
+        self._node = "" if together is None else together.node
+        self._peers = {} if together is None else {peer.name: peer for peer in together.nodes}
+        self.holders = () if together is None else together.holders
         self._session = members.session
-        self._ring = ties.ring
-        self._party = members.party(ties.credentials)
-        self._peers = {peer.name: peer for peer in together.nodes}
-        self._chief: Peer = next(peer for peer in together.nodes if 0 in peer.ranks)
+        self._ring = ring
         self._lock = threading.Lock()
-        self.leader: Leader | None = None
-        if members.leads:
-            self.leader = Leader(self._peers, bool(together.holders), durable_step, os.urandom(8).hex())
-        self._completed: queue.SimpleQueue[Complete] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._report = Report(together.node, members.session)
-        self._sent = Sent()
+        self._answer: Answer | None = None  # of the leading writer
+        self._report = Report(self._node, members.session)
+        self._completed: list[Complete] = []
         self._news = threading.Event()
         self._closed = False
-        self._throttle = Throttle(together.bandwidth)
-        self.sender = Tasks("replicas", ties.ring)
-        self.unreachable = ""
         self._heard: dict[str, float] = {}  # when another node has reported, or the leader answered, last
-        threading.Thread(target=self._serve, name="reports", daemon=True).start()
+        self.sender = Tasks("replicas", ring)
+        self.leader: Leader | None = None
+        if together is not None:
+            assert together.nodes, "the table of nodes is there"
+            self._party = members.party(credentials)
+            self._throttle = Throttle(together.bandwidth)
+        if members.leads or together is None:
+            self.leader = Leader(self._peers or [""], bool(self.holders), answer, time.monotonic())
+        else:
+            self._chief = next(peer for peer in self._peers.values() if 0 in peer.ranks)
+            threading.Thread(target=self._serve, name="reports", daemon=True).start()
 
     def close(self) -> None:
         """End; what is under way is not waited for."""
@@ -100,26 +89,29 @@ class WriterCluster:
         self._news.set()
         self.sender.close()
 
-    def tell(self, report: Report) -> None:
-        """Send the leading writer this node's progress."""
-        if report != self._report:
-            self._report = report
-            self._news.set()
+    def tell(self, report: Report) -> tuple[Answer | None, list[Complete]]:
+        """Report this node's progress to the leading writer.
 
-    def answers(self) -> list[Answer]:
-        """Return what the leader has answered since the last call."""
-        return _all_of(self._answers)
+        Returns:
+            The latest answer, None if none has come; where this node leads, also the copies whose parts
+            all nodes have done since the last call.
+        """
+        if self.leader is None:
+            if report != self._report:
+                self._report = report
+                self._news.set()
+            return self._answer, []
+        answer = self._take(report)
+        with self._lock:
+            found, self._completed = self._completed, []
+        return answer, found
 
-    def completed(self) -> list[Complete]:
-        """Return the copies whose parts all nodes have done; only where this node leads."""
-        return _all_of(self._completed)
-
-    def settled(self, complete: Complete, counts: bool, error: str = "", failing: float = 0.0) -> None:
+    def settled(self, complete: Complete, error: str, counts: bool) -> Answer:
         """Report the result of a commit to all nodes, as their leader; see :meth:`Leader.settled`."""
         assert self.leader is not None
         with self._lock:
-            self.leader.settled(complete, error, failing, counts)
-        self._news.set()
+            self.leader.settled(complete, error, time.monotonic(), counts)
+            return self.leader.answer_to(self._node)
 
     def hear(self, node: str, message: dict[str, Any]) -> dict[str, Any]:
         """Answer another node's report; called from the server's threads.
@@ -134,7 +126,7 @@ class WriterCluster:
         """
         if message.get("session") != self._session or self.leader is None:
             raise CheckpointError(
-                f"node {self.together.node}: a report of session {self._session} for the leading node"
+                f"node {self._node}: a report of session {self._session} for the leading node"
                 f" expected, session {message.get('session')!r} found; it is not counted"
             )
         try:
@@ -144,7 +136,11 @@ class WriterCluster:
         if report.node != node:
             raise PeerRefused(Refusal.NODE, f"a report of node {node} expected, one of {report.node} found")
         self._heard[node] = time.monotonic()
-        return vars(self._take(report))
+        before = self.leader.answer
+        answer = self._take(report)
+        if self._completed or self.leader.answer != before:
+            self._ring()
+        return vars(answer)
 
     def waits(self) -> bool:
         """Return whether a node waits for an answer; only where this node leads."""
@@ -162,46 +158,30 @@ class WriterCluster:
     def _take(self, report: Report) -> Answer:
         assert self.leader is not None
         with self._lock:
-            before = self.leader.answer
-            found = self.leader.hear(report)
-            answer = self.leader.answer
-        for complete in found:
-            self._completed.put(complete)
-        if found:
-            self._ring()
-        if answer != before:
-            self._news.set()
-        return answer
+            self._completed += self.leader.hear(report)
+            return self.leader.answer_to(report.node)
 
     def _serve(self) -> None:
-        known = Answer()
         pace = max(_PACE, len(self._peers) / _NODES_A_SECOND)
         while not self._closed:
             report = self._report
             answer = self._ask(report)
-            if answer is not None and answer != known:
-                known = answer
-                self._answers.put(answer)
+            if answer is not None and answer != self._answer:
+                self._answer = answer
                 self._ring()
-            waits = bool(report.written) or report.missed or report.replicated >= 0 or answer is None
+            pending = answer is None or bool(report.written or answer.heard)
+            waits = pending or report.missed or report.replicated >= 0
             self._news.wait(pace if waits else _IDLE)
             self._news.clear()
 
     def _ask(self, report: Report) -> Answer | None:
-        if self.leader is not None:
-            return self._take(report)
         chief = self._chief
         client = PeerClient((chief.host, chief.port), self._party, _TIMEOUT, expected=chief.name)
-        sent = self._sent.shortened(report)
-        try:
-            answer = Answer(**client.ask(sent.to_values()))
-        except (PeerError, TypeError) as error:
-            self.unreachable = f"node {self._chief.name} does not answer: {error}"
-            return None
-        self.unreachable = ""
-        self._heard[chief.name] = time.monotonic()
-        self._sent.answered(report, sent, answer)
-        return answer
+        with contextlib.suppress(PeerError, Malformed):  # it is asked again
+            answer = codec.convert(client.ask(report.to_values()), Answer)
+            self._heard[chief.name] = time.monotonic()
+            return answer
+        return None
 
     def send(self, name: str, source: DirectoryTier) -> int:
         """Send a copy to the nodes that hold replicas of this one's; return its size.
@@ -220,10 +200,10 @@ class WriterCluster:
         }
         files |= {file: (content, file_digest(content)) for file, content in ends.items()}
         nbytes = 0
-        for holder in self.together.holders:
+        for holder in self.holders:
             peer = self._peers[holder]
             client = PeerClient((peer.host, peer.port), self._party, throttle=self._throttle, expected=holder)
-            nbytes += client.send(self.together.node, name, files)
+            nbytes += client.send(self._node, name, files)
         return nbytes
 
 
@@ -259,11 +239,3 @@ def shelf(stage: Stage, together: Together, node: str, nbytes: int) -> ReplicaSh
     with contextlib.suppress(FileExistsError):
         os.makedirs(tier.folder, mode=0o700)
     return ReplicaShelf(tier.folder)
-
-
-def _all_of(source: queue.SimpleQueue[Any]) -> list[Any]:
-    found = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            found.append(source.get_nowait())
-    return found

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from outlast.checkpoint.policy.manifest import (
 )
 from outlast.checkpoint.policy.resolve import Copy, CopyState
 from outlast.checkpoint.replica.frames import Throttle
+from outlast.checkpoint.replica.handshake import Credentials
 from outlast.checkpoint.tiers.inventory import Pruner, read_manifest, verify
 from outlast.checkpoint.tiers.memory_folder import (
     DamagedRecord,
@@ -39,19 +40,22 @@ from outlast.checkpoint.tiers.memory_folder import (
     staged_file,
 )
 from outlast.checkpoint.tiers.tier import DirectoryTier
-from outlast.checkpoint.writer.cluster import Ties, WriterCluster
+from outlast.checkpoint.writer.cluster import WriterCluster
 from outlast.checkpoint.writer.durable import (
     Ahead,
     Done,
+    Staged,
     Task,
     Tasks,
     Uploads,
     commit_parts,
     names_of,
+    seal,
+    seal_ranks,
+    shared_files,
+    threads_beside,
     write_copy,
-    write_part,
 )
-from outlast.checkpoint.writer.sealing import Staged, seal, seal_ranks, shared_files, threads_beside
 from outlast.errors import OutlastError
 from outlast.ipc.limits import processors
 from outlast.recovery.policy.events import Note, Quarantined, Record, Saved, SaveLost
@@ -60,6 +64,7 @@ NICENESS = 10  # NVRx, AsyncCallsQueue(cpu_priority=10)
 _TRY_EVERY = 2.0  # seconds between two tries to write the last copy
 _POOLED = 8  # buffers of a rank that are kept for later use
 _ROUNDS = 2  # of replicas: the present one, and the one before, whose end this node may not have heard of
+_OF_SAVES = ("durable_step", "lost_step", "failures", "failing", "error")  # of Answer and Status
 _LAST_WORD_SECONDS = 10.0  # how long the others are waited for when the owner has ended
 
 
@@ -76,7 +81,7 @@ class CopyCommitter:
         disk: works on the durable tier; it may still be at work for the generation before.
         status: how far the writer is.
         sink: takes records.
-        ties: wake this committer, and prove to the writers of other nodes who it is.
+        credentials: what this node proves to the writers of others.
         lease: file that says whether this node may commit; "" where nobody watches over that.
     """
 
@@ -86,14 +91,13 @@ class CopyCommitter:
         disk: Tasks,
         status: Status,
         sink: Callable[[Record], None],
-        ties: Ties,
+        credentials: Credentials,
         lease: str = "",
     ) -> None:
         self.members = members
         self.status = replace(status, durable_step=-1, lost_step=-1, replicated_step=-1)
         self.succeeded = False  # the writer of another owner waits for the end of this one
-        self.team: WriterCluster | None = None  # once the table of nodes is there
-        self._ties = ties
+        self._credentials = credentials
         self._node = "" if members.together is None else members.together.node
         self._member = Member(self._node, members.session, copies=1 if self._alone else 2)
         self._disk = disk
@@ -103,16 +107,13 @@ class CopyCommitter:
         hold = Throttle(members.disk_bandwidth, wait=self._hurry.wait).hold
         self._tier = DirectoryTier(members.tier, lease=lease, linked=not members.training, hold=hold)
         self._pruner = Pruner(self._tier, members.run_id, members.keep_last_n, self._record)
-        self._wanted: dict[str, dict[str, Any]] = {}  # copies owed to the disk, with a rank's record
-        self._told: dict[str, dict[str, Any]] = {}  # written by this node; no end reported by the leader yet
-        self._to_commit: list[Complete] = []
-        self._committing: Complete | None = None  # the latest that was begun
+        self._owed: dict[str, dict[str, Any]] = {}  # copies that are to come to disk, with a rank's record
+        self._told: set[str] = set()  # of these, written by this node; the leading writer reports their end
+        self._complete: dict[str, Complete] = {}  # of these, written by all nodes; this one commits them
         self._barred = ""  # why nothing can be committed any more
-        self._unverified: list[str] = []  # on disk, of an earlier generation
         self._over = False
         self._over_at = self._next_try = 0.0  # when it was over; before which no write begins
         self._done_since = 0.0  # the last time at which this node still had work
-        self._failing_since = time.monotonic() - status.failing
         self._flushed: set[str] = set()
         self._untidy = False
         self._unswept = False  # what earlier attempts began on disk
@@ -120,10 +121,12 @@ class CopyCommitter:
         self._silent = ""  # why replicas do not go out, as it was reported last
         self._processors = processors()
         self._niceness = -1  # of the session; as the committer of an earlier generation left it
-        self._uploads: Uploads | None = None
-        if members.global_url and members.leads:
-            report = partial(self._record, Note)
-            self._uploads = Uploads(members, self._tier, lambda text: report(reason=text), disk.done)
+        self._uploads = Uploads(members, self._tier, lambda text: self._record(Note, reason=text), disk.done)
+        on_disk = set(self._tier.names())
+        self._unverified = sorted(on_disk, key=place_of)[-1:]  # of an earlier generation
+        durable_step = max(map(_step, filter(self._is_of_this_generation, on_disk)), default=-1)
+        self.status = replace(self.status, session=members.session, durable_step=durable_step)
+        self.team = self._meet() if self._alone else None  # until the table of nodes is there
         self.stage.make()
         self._found = set(self.stage.tier.names())  # in memory, of an earlier writer
         self._inherited: set[str] = set()  # in memory, of earlier sessions
@@ -140,25 +143,7 @@ class CopyCommitter:
             for name in tier.names()
             if (found := self._manifest(tier, name)) is None or found.session != members.session
         }
-        self._survey()
-
-    @property
-    def _alone(self) -> bool:
-        """Whether all ranks are on this node."""
-        return self.members.together is None
-
-    def _is_of_this_generation(self, name: str) -> bool:
-        return place_of(name)[1] == self.members.generation
-
-    def _manifest(self, tier: DirectoryTier, name: str) -> Manifest | None:
-        """Return the manifest of a copy in memory; None: it cannot be read."""
-        with contextlib.suppress(OutlastError, OSError), tier.open(name) as folder:
-            return read_manifest(folder, name)[0]
-        return None
-
-    def _survey(self) -> None:
-        """Find the copies in memory and on disk, and those that are due there."""
-        on_disk, names = self._tier.names(), sorted(self.stage.tier.names())
+        names = sorted(self.stage.tier.names())
         for name in names:
             manifest = self._manifest(self.stage.tier, name)
             record = self._any_record(self.stage.tier.folder / name)
@@ -171,23 +156,43 @@ class CopyCommitter:
                 self._inherited.add(name)
             if manifest is not None and manifest.part and self._alone:
                 self._torn.add(name)
-                self._wanted.pop(name, None)
+                self._owed.pop(name, None)
             elif record is not None and record["durable"] and name not in on_disk:
-                self._wanted.setdefault(name, record)
-        self._unverified = sorted(on_disk, key=place_of)[-1:]
-        self.status = replace(
-            self.status,
-            session=self.members.session,
-            memory_step=max(map(_step, names), default=-1),
-            durable_step=max(map(_step, filter(self._is_of_this_generation, on_disk)), default=-1),
-        )
+                self._owed.setdefault(name, record)
+        self.status = replace(self.status, memory_step=max(map(_step, names), default=-1))
+
+    def _meet(self) -> WriterCluster | None:
+        """Return the nodes of this session; None while their table is not there."""
+        together, status = self.members.together, self.status
+        if together is not None and not together.nodes:
+            return None
+        answer = Answer(**{name: getattr(status, name) for name in _OF_SAVES})
+        return WriterCluster(self.members, answer, self._disk.done, self._credentials)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self.members.together is None
+
+    def _is_of_this_generation(self, name: str) -> bool:
+        return place_of(name)[1] == self.members.generation
+
+    def _is_older(self, name: str) -> bool:
+        """Return whether a later step of this generation is on disk."""
+        return self._is_of_this_generation(name) and _step(name) < self.status.durable_step
+
+    def _manifest(self, tier: DirectoryTier, name: str) -> Manifest | None:
+        """Return the manifest of a copy in memory; None: it cannot be read."""
+        with contextlib.suppress(OutlastError, OSError), tier.open(name) as folder:
+            return read_manifest(folder, name)[0]
+        return None
 
     @property
     def idle(self) -> bool:
         """Whether disk, global tier and other nodes have all that is due, or the wait for these is over."""
         if not self._is_done:
             return False
-        if self.team is None or not (self._told or self._to_commit or self.team.waits()):
+        if self.team is None or not (self._told or self._complete or self.team.waits()):
             return True
         heard = 0.0 if self.succeeded else min(self.team.last_word, self._over_at + self.members.patience)
         since = max(self._done_since, self._over_at, heard)
@@ -198,8 +203,12 @@ class CopyCommitter:
         """Whether this node itself has nothing to do for disk and global tier."""
         if not self._alone and self.team is None:
             return True
-        owed = self._uploads is not None and self._uploads.owed
-        return not (self._wanted or self._disk.writes or owed)
+        return not (self._due or self._disk.writes or self._uploads.owed)
+
+    @property
+    def _due(self) -> Collection[str]:
+        """The copies, or this node's parts of them, that are to be written."""
+        return self._owed.keys() - self._told
 
     @property
     def incomplete(self) -> bool:
@@ -212,56 +221,60 @@ class CopyCommitter:
 
         Of several nodes nothing is committed before the table of nodes is there.
         """
-        if not self._alone and not self._hear_others():
+        self.team = self.team or self._meet()
+        if self.team is None:
             return
         self._beside_training()
         self._take_complete()
         self._grant()
-        self._settle()
-        if self._uploads is not None:
-            self._uploads.look(self.members.avoid)
-            if self._uploads.newest > self.status.global_step:
-                self.status = replace(self.status, global_step=self._uploads.newest)
+        self._settle(self.team)
+        self._uploads.look(self.members.avoid)
+        self.status = replace(self.status, global_step=max(self._uploads.newest, self.status.global_step))
         names = sorted(self.stage.tier.names(), key=age)
         kept = self._kept(names)
         for name in names:
-            if name not in kept and name not in self._wanted and name != self._disk.writes:
+            if name not in kept and name not in self._owed and name != self._disk.writes:
                 self._give_up(self.stage.tier.folder / name)
         self._drop_replicas()
-        if self.team is not None:
-            self._replicate(self.team)
-            self.team.tell(self._member.report)
+        self._replicate(self.team)
+        self._exchange(self.team)
         if not self._is_done:
             self._done_since = time.monotonic()
 
-    def _hear_others(self) -> bool:
-        """Process what the other nodes' writers have reported; return whether these are known."""
-        together = self.members.together
-        if together is None or not together.nodes:
-            return False
-        if self.team is None:
-            self.team = WriterCluster(self.members, self.status.durable_step, self._ties)
-        for answer in self.team.answers():
+    def _exchange(self, team: WriterCluster) -> None:
+        """Report this node's progress, and process what the leading writer and the other nodes report."""
+        answer, found = team.tell(self._member.report)
+        if answer is not None:
             self._hear(answer)
-        self._to_commit += self.team.completed()
-        self._release_inherited()
-        return True
+        self._complete |= {complete.name: complete for complete in found}
+        for complete in [one for one in self._complete.values() if one.errors or not self._in_parts]:
+            self._end(complete, "; ".join(complete.errors))
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether each node writes a part of a copy on disk, which the leading writer commits."""
+        return self.members.together is not None and self.members.together.shared
 
     def _release_inherited(self) -> None:
         """Release what earlier sessions owe to the disk, except what this one began with, if still needed.
 
         A part of it may have been on a node that has left: it would never be complete, and keep its buffers.
         """
-        owed = self._inherited & (self._wanted.keys() | self._told.keys())
+        owed = self._inherited & (self._owed.keys() - self._complete.keys())
         released = sorted(name for name in owed if not self._is_owed(name))
-        for name in released:
-            self._wanted.pop(name, None)
-            self._told.pop(name, None)
+        self._release(released)
         if released and self.members.leads:
             self._note(
                 f"{some(released)}, saved before this generation, did not come to disk in time: it began with"
                 f" {self.members.loaded or 'nothing'}, and what it saves takes their place"
             )
+
+    def _release(self, names: Iterable[str]) -> None:
+        """Owe copies to the disk no more."""
+        for name in names:
+            self._owed.pop(name, None)
+            self._told.discard(name)
+            self._complete.pop(name, None)
 
     def _is_owed(self, name: str) -> bool:
         """Return whether a copy in memory is still to be brought to disk."""
@@ -285,7 +298,7 @@ class CopyCommitter:
         """Return which copies in memory stay, of all, the newest last."""
         ours = {name: _step(name) for name in names if name not in self._inherited}
         steps = self._member.keep(ours.values())
-        kept = {name for name, step in ours.items() if step in steps} | self._told.keys()
+        kept = {name for name, step in ours.items() if step in steps}
         old = [name for name in names if name in self._inherited]
         if self._alone and not self._supersedes():
             kept |= set(old[-1:])  # though it may be doubted: it may be all that is left
@@ -318,18 +331,18 @@ class CopyCommitter:
     def _grant(self) -> None:
         """Order a copy to disk that was first staged for memory only: a step is staged once."""
         for name, session, wish in self.stage.granted():
-            record = self._wanted.get(name) or self._any_record(self.stage.tier.folder / name)
+            record = self._owed.get(name) or self._any_record(self.stage.tier.folder / name)
             if name in self._on_disk():
-                if wish["urgent"] and self._uploads is not None and self._uploads.newest < wish["step"]:
+                if wish["urgent"] and self._uploads.newest < wish["step"]:
                     self._uploads.offer(name, last=True)
             elif record is None and session == self.members.session:
                 self._lost(name, "it was aborted before it was in memory", {0: wish})
             elif record is None or name in self._torn:
                 continue
-            elif name in self._wanted or not record["durable"]:
+            elif name in self._owed or not record["durable"]:
                 self._take_urgency(wish)
                 self.stage.amend(self.stage.tier.folder / name, wish)
-                self._wanted[name] = {**record, **wish}
+                self._owed[name] = {**record, **wish}
 
     def keep_for_later(self) -> bool:
         """Say whether memory must stay: neither its newest copy nor a later generation's is on disk."""
@@ -374,8 +387,7 @@ class CopyCommitter:
             self._hurry.set()
         self._take_complete()
         for name in self._newest():
-            record = self._any_record(self.stage.tier.folder / name)
-            if record is None or name in self._flushed:
+            if name in self._flushed:
                 continue
             if name in self._tier.names():
                 self._put_away(verify(self._tier, name, self.members.ranks))
@@ -383,9 +395,8 @@ class CopyCommitter:
             self._flushed.add(name)
             lost = self.status.durable_step < _step(name) <= self.status.lost_step
             if not there or (lost and not self._alone and self._is_of_this_generation(name)):
-                why = "the newest in memory when the job ended"
-                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
-            elif self._uploads is not None:
+                self._order(name, "the newest in memory when the job ended")
+            else:
                 self._uploads.offer(name, last=True)
         together = self.members.together
         if together is not None and self.idle and (self.members.leads or not together.shared):
@@ -400,9 +411,14 @@ class CopyCommitter:
         self._hurry.set()
         self._take_complete()
         for name in self._newest():
-            record = self._any_record(self.stage.tier.folder / name)
-            if record is not None and name not in self._on_disk():
-                self._wanted.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
+            if name not in self._on_disk():
+                self._order(name, why)
+
+    def _order(self, name: str, why: str) -> None:
+        """Order a copy in memory to disk, unless it is already on its way."""
+        record = self._any_record(self.stage.tier.folder / name)
+        if record is not None:
+            self._owed.setdefault(name, {**record, "why": why, "blocked": 0.0, "waits_since": None})
 
     def _on_disk(self) -> Collection[str]:
         """Return the copies on disk; none while the disk does not answer: a write looks again."""
@@ -417,8 +433,7 @@ class CopyCommitter:
         Two nodes may differ by one save: one of a node's two newest copies is the newest that all nodes have.
         """
         names = sorted(set(self.stage.tier.names()) - self._torn, key=age)
-        ours, durable = self.members.generation, self.status.durable_step
-        return [name for name in names[-self._member.copies :] if not _is_older(name, ours, durable)]
+        return [name for name in names[-self._member.copies :] if not self._is_older(name)]
 
     def _sweep_disk(self) -> None:
         """Remove what earlier attempts began on disk; once none is under way any more."""
@@ -436,6 +451,7 @@ class CopyCommitter:
     def close(self) -> None:
         """End before the committer of the next generation starts, which waits for what is being written."""
         self._hurry.set()
+        self._uploads.close()
         if self.team is not None:
             self.team.close()
 
@@ -497,6 +513,9 @@ class CopyCommitter:
         self._take_urgency(first)
         step, generation = place_of(name)
         shared = shared_files(staged)
+        threads = self._processors
+        if self._beside_training(first):
+            threads = threads_beside(len(self.members.ranks), threads)
         ahead, sealed = None, False
         before = (folder / COMMIT).exists()  # an earlier writer took the digests
         if before:
@@ -515,7 +534,7 @@ class CopyCommitter:
                     parallelism=first["parallelism"],
                     cursor=first["cursor"],
                     created=time.time(),
-                    **seal_ranks(self.stage, folder, staged, shared, self._threads(first)),
+                    **seal_ranks(self.stage, folder, staged, shared, threads),
                     began=first.get("began"),
                     session=session if apart else "",
                     part=ranks if apart else (),
@@ -528,7 +547,7 @@ class CopyCommitter:
                 ahead.settle(sealed)
         if first["durable"] and name not in self._torn:
             blocked = max(record["blocked"] for record in staged.values())
-            self._wanted[name] = {**first, "blocked": blocked}
+            self._owed[name] = {**first, "blocked": blocked}
         self.status = replace(self.status, memory_step=max(step, self.status.memory_step))
         if session == self.members.session:
             self._member.made(step)
@@ -547,7 +566,7 @@ class CopyCommitter:
         The kernel weighs whole sessions where it groups them (autogroup), so this one's nice value counts
         there; unlike that of a process it can be lowered again without a privilege.
         """
-        waits = any(one.get("waits_since") is not None for one in (*records, *self._wanted.values()))
+        waits = any(one.get("waits_since") is not None for one in (*records, *self._owed.values()))
         trains = not (waits or self._hurry.is_set() or self.members.loaded is None)
         niceness = NICENESS if trains else 0
         if niceness != self._niceness:
@@ -556,18 +575,10 @@ class CopyCommitter:
                 self._niceness = niceness
         return trains
 
-    def _threads(self, record: Mapping[str, Any]) -> int:
-        """Return how many threads digest a copy: one a processor where ranks do not train beside it."""
-        if self._beside_training(record):
-            return threads_beside(len(self.members.ranks), self._processors)
-        return self._processors
-
     def _write_ahead(self, name: str, folder: Path, staged: Staged, shared: int) -> Ahead | None:
         """Begin to write tensors that are due on disk before they are digested, if the disk has time."""
         first = staged[min(staged)]
-        together = self.members.together
-        in_parts = together is not None and together.shared
-        if not first["durable"] or self._disk.task is not None or self._wanted or in_parts:
+        if not first["durable"] or self._disk.task is not None or self._due or self._in_parts:
             return None
         if not self.stage.private:  # what is on disk is linked, once it is complete
             return None
@@ -576,140 +587,122 @@ class CopyCommitter:
         self._disk.begin(Task("write", name, partial(ahead.write, self.stage.tier)))
         return ahead
 
-    def _settle(self) -> None:
+    def _settle(self, team: WriterCluster) -> None:
         """Record what was done on disk, and begin the next task."""
         done = self._disk.result()
         if done is not None:
             self._done(done)
+        self._exchange(team)
+        self._release_inherited()
         if self._barred:
             self._drop_all()
         if self._disk.task is None and self._unswept:
             self._sweep_disk()
-        may = time.monotonic() >= self._next_try
-        if self._disk.task is None and self._to_commit and may:
-            self._commit_next(self._to_commit.pop(0))
         if self._disk.task is not None:
             return
-        if self._wanted and may:
-            self._disk.begin(self._write(min(self._wanted, key=age)))
-        elif not self._wanted and self._unverified and self.members.loaded is not None:
+        may = time.monotonic() >= self._next_try
+        if self._complete and may:
+            complete = next(iter(self._complete.values()))
+            job = partial(commit_parts, self.stage.tier, self._tier, complete)
+            self._disk.begin(Task("commit", complete.name, job))
+        elif self._due and may:
+            self._disk.begin(self._write(min(self._due, key=age)))
+        elif not self._due and self._unverified and self.members.loaded is not None:
             name = self._unverified.pop()
             self._disk.begin(Task("verify", name, partial(verify, self._tier, name, self.members.ranks)))
 
     def _write(self, name: str) -> Task:
         """Return what brings a copy, or this node's part of it, to disk."""
-        together, found = self.members.together, name in self._found
-        if together is None or not together.shared:
-            return Task("write", name, partial(write_copy, name, self.stage.tier, self._tier, found))
-        names = [peer.name for peer in together.nodes]
-        place = (names.index(self._node), len(names))
-        return Task("part", name, partial(write_part, name, self.stage.tier, self._tier, place, found))
+        kind, together = "write", self.members.together
+        job = partial(write_copy, name, self.stage.tier, self._tier, name in self._found)
+        if together is not None and together.shared:
+            names = [peer.name for peer in together.nodes]
+            kind, job = "part", partial(job, (names.index(self._node), len(names)))
+        return Task(kind, name, job)
 
-    def _commit_next(self, complete: Complete) -> None:
-        """Commit a copy after all nodes have reported their parts."""
-        together = self.members.together
-        if complete.errors:
-            self._give_up_copy(complete, "; ".join(complete.errors))
-        elif together is not None and together.shared:
-            job = partial(commit_parts, complete.name, self.stage.tier, self._tier, complete)
-            self._committing = complete
-            self._disk.begin(Task("commit", complete.name, lambda: (complete, job()), self.members.session))
-        else:
-            self._have(complete)
+    def _end(self, complete: Complete, error: str = "", counts: bool = True) -> None:
+        """Record that a copy is on disk, or lost; only where this node leads.
 
-    def _have(self, complete: Complete) -> None:
-        """Record that a copy of several nodes is on disk."""
+        Args:
+            complete: the copy.
+            error: why it is not on disk; empty: it is.
+            counts: its step is one that this generation was to save, if the copy is of this generation.
+        """
         assert self.team is not None
-        record = {**self._told.pop(complete.name, {}), "blocked": complete.blocked}
-        self._saved(complete.name, complete.nbytes, record)
-        self.team.settled(complete, self._is_of_this_generation(complete.name))
-        if not self._swept:
+        name, ours = complete.name, self._is_of_this_generation(complete.name)
+        record = self._owed.get(name, {})
+        self._release([name])
+        if error and complete.session and not self._alone:
+            with contextlib.suppress(OSError):
+                self._tier.discard(self._tier.begin(name, complete.session))
+        self._hear(self.team.settled(complete, error, counts and ours))
+        seconds, since = complete.blocked, record.get("waits_since")
+        if error:
+            self._record(
+                SaveLost, step=_step(name), seconds=seconds, reason=f"{error}; the older checkpoints stay"
+            )
+            return
+        if since is not None and ours:
+            seconds += time.monotonic() - since
+        why = record.get("why", "of the generation before")
+        self._record(
+            Saved, step=_step(name), checkpoint=name, nbytes=complete.nbytes, seconds=seconds, reason=why
+        )
+        self._uploads.offer(name, last=self._over or bool(record.get("urgent")))
+        self._pruner.committed(name)
+        self._untidy = True
+        if not self._alone and not self._swept:
             self._swept = True
             self._sweep()
 
-    def _give_up_copy(self, complete: Complete, why: str) -> None:
-        """Record that a copy of several nodes is not on disk."""
-        assert self.team is not None
-        self._told.pop(complete.name, None)
-        with contextlib.suppress(OSError):
-            self._tier.discard(self._tier.begin(complete.name, complete.session))
-        self._record_loss(complete.name, why, complete.blocked)
-        counts = self._is_of_this_generation(complete.name)
-        self.team.settled(complete, counts, why, self.status.failing)
-
     def _drop_all(self) -> None:
         """Record the loss of all that is due: each copy would be refused as the latest was, after a wait."""
-        for complete in self._to_commit:
-            self._give_up_copy(complete, self._barred)
-        for name, record in self._wanted.items():
-            self._lost(name, self._barred, {0: record})
-        self._to_commit, self._wanted = [], {}
+        for complete in list(self._complete.values()):
+            self._end(complete, self._barred)
+        for name in list(self._due):
+            self._lost(name, self._barred, {0: self._owed.pop(name)})
 
     def _done(self, done: Done) -> None:
         name = done.task.name
         if done.stale and self._over:
             self._barred = done.error
-        ours = done.task.session == self.members.session or (
-            self.members.leads and self._is_of_this_generation(name)
-        )
         if done.task.kind == "verify":
             if done.value is not None:
                 self._put_away(done.value)
         elif done.task.kind != "commit":
             self._written(done)
-        elif self.team is None or not ours:
-            self._committed_before(done)
-        elif done.outage and self._committing is not None and self._tries_again(name, done.error):
-            self._to_commit.insert(0, self._committing)
-        elif done.error:
-            lost = self._committing or Complete(name, _step(name), {}, (), 0.0, (), "")
-            self._give_up_copy(lost, done.error)
-        else:
-            self._have(done.value[0])
-
-    def _committed_before(self, done: Done) -> None:
-        """Record a commit over several nodes that began in an earlier session; another node may lead now."""
-        name = done.task.name
-        if done.error:
-            reason = f"{name}, whose commit began in an earlier session, is not on disk: {done.error}"
-            self._record(Note, reason=reason)
-        elif self.members.leads:
-            complete: Complete = done.value[0]
-            self._saved(name, complete.nbytes, {"blocked": complete.blocked})
+        elif self.members.leads:  # else it began in an earlier session, and another node leads now
+            complete = self._complete.get(name)
+            again = done.outage and self._tries_again(name, done.error) if complete else name in self._owed
+            if not (done.error and again):
+                self._end(done.value or complete or Complete(name), done.error)
 
     def _written(self, done: Done) -> None:
         """Record what was written; of several nodes, report it to the writer that leads."""
         name, kind = done.task.name, done.task.kind
         if kind == "write" and done.value is None and not done.error:
             return  # begun ahead of a copy that did not come to be, or is there
-        record = self._wanted.pop(name, {})
+        manifest = done.value or self._manifest(self.stage.tier, name)
         if self._alone and (kind == "part" or name in self._torn):
-            return  # a part of a copy of several nodes, from a session before
+            self._release([name])  # a part of a copy of several nodes, from a session before
+            return
         if done.outage and self._tries_again(name, done.error):
-            self._wanted[name] = record
-        elif not self._alone:
-            self._report_part(name, record, done.error)
-        elif done.error:
-            self._record_loss(name, done.error, record.get("blocked", 0.0))
-        else:
-            self._saved(name, done.value, record)
-
-    def _report_part(self, name: str, record: dict[str, Any], error: str) -> None:
-        if _is_older(name, self.members.generation, self.status.durable_step) or not self._is_owed(name):
-            return  # all nodes have brought a later one to disk meanwhile
-        self._told[name] = record
-        step, manifest = _step(name), self._manifest(self.stage.tier, name)
+            return
+        if not self._alone and (self._is_older(name) or not self._is_owed(name)):
+            self._release([name])  # all nodes have brought a later one to disk meanwhile
+            return
+        by_step = self._is_of_this_generation(name) and _step(name) > self.status.lost_step
+        self._told.add(name)
         told = Written(
             name,
-            step,
-            blocked=record.get("blocked", 0.0),
-            error=error,
+            blocked=self._owed.setdefault(name, {}).get("blocked", 0.0),
+            error=done.error,
             session=self.members.session if manifest is None else manifest.session,
-            by_name=not self._is_of_this_generation(name) or step <= self.status.lost_step,
+            ends=-1 if by_step and not self._alone else self._member.ends(name),
         )
         if manifest is None:
-            told = replace(told, error=error or "it cannot be read in memory any more")
-        elif not error:
+            told = replace(told, error=done.error or "it cannot be read in memory any more")
+        elif not done.error:
             own = tuple(zip(manifest.ranks, manifest.own, strict=True))
             told = replace(told, own=own, shared=manifest.shared, contents=manifest.contents)
         self._member.wrote(told)
@@ -740,48 +733,23 @@ class CopyCommitter:
         else:
             self._record(Quarantined, step=found.step, checkpoint=found.name, reason=reason)
 
-    def _saved(self, name: str, nbytes: int, record: dict[str, Any]) -> None:
-        self.status = replace(self.status, failures=0, failing=0.0, error="")
-        step, ours = _step(name), self._is_of_this_generation(name)
-        if ours:  # steps of two generations are not comparable
-            self.status = replace(self.status, durable_step=max(step, self.status.durable_step))
-        seconds, why = record.get("blocked", 0.0), record.get("why", "of the generation before")
-        since = record.get("waits_since")
-        if since is not None and ours:
-            seconds += time.monotonic() - since
-        self._record(Saved, step=step, checkpoint=name, nbytes=nbytes, seconds=seconds, reason=why)
-        if self._uploads is not None:
-            self._uploads.offer(name, last=self._over or bool(record.get("urgent")))
-        self._pruner.committed(name)
-        self._untidy = True
-
     def tidy(self) -> None:
         """Remove the copies that retention does not keep, after the new copy was reported."""
         if self._untidy:
             self._untidy = False
-            owed = frozenset[str]() if self._uploads is None else self._uploads.owed
-            self._pruner.prune({self.members.loaded or "", *owed}, self.members.avoid)
+            self._pruner.prune({self.members.loaded or "", *self._uploads.owed}, self.members.avoid)
 
     def _lost(self, name: str, why: str, staged: Staged) -> None:
         """Record a save that is lost; of several nodes, report that this one has no part of it."""
         due = any(record.get("durable") for record in staged.values())
-        if not self._alone and due and self._is_of_this_generation(name):
-            self._member.wrote(Written(name, _step(name), error=why, session=self.members.session))
-        elif not self.members.leads:
-            self._note(f"step {_step(name)} is not in memory: {why}")
+        blocked = max(record.get("blocked", 0.0) for record in staged.values())
+        if due and self._is_of_this_generation(name):
+            session, ends = self.members.session, self._member.ends(name) if self._alone else -1
+            self._member.wrote(Written(name, blocked=blocked, error=why, session=session, ends=ends))
+        elif self.members.leads and self.team is not None:
+            self._end(Complete(name, blocked=blocked), why, counts=self._alone)
         else:
-            self._record_loss(name, why, max(record.get("blocked", 0.0) for record in staged.values()))
-
-    def _record_loss(self, name: str, why: str, blocked: float) -> None:
-        step, newest = _step(name), self.status.lost_step
-        if self._is_of_this_generation(name):
-            newest = max(step, newest)
-        now, failures = time.monotonic(), self.status.failures + 1
-        if failures == 1:
-            self._failing_since = now
-        failing = now - self._failing_since
-        self.status = replace(self.status, lost_step=newest, failures=failures, failing=failing, error=why)
-        self._record(SaveLost, step=step, seconds=blocked, reason=f"{why}; the older checkpoints stay")
+            self._note(f"step {_step(name)} is not in memory: {why}")
 
     def _give_up(self, folder: Path) -> None:
         ranks = self.members.ranks
@@ -791,20 +759,13 @@ class CopyCommitter:
     def _hear(self, answer: Answer) -> None:
         self._member.hear(answer)
         if not self.members.leads:
-            pending, together = self._member.pending, self.members.together
-            self._told = {name: record for name, record in self._told.items() if name in pending}
+            self._release(self._told - set(self._member.pending))
+            together = self.members.together
             if answer.durable_step > self.status.durable_step:
                 self._pruner.committed(copy_name(answer.durable_step, self.members.generation))
                 self._untidy = together is not None and not together.shared
-            self.status = replace(
-                self.status,
-                durable_step=answer.durable_step,
-                lost_step=answer.lost_step,
-                failures=answer.failures,
-                failing=answer.failing,
-                error=answer.error,
-            )
-        self.status = replace(self.status, replicated_step=self._member.answer.replicated)
+        saves = {name: getattr(answer, name) for name in _OF_SAVES}
+        self.status = replace(self.status, replicated_step=self._member.answer.replicated, **saves)
 
     def _replicate(self, team: WriterCluster) -> None:
         """Send the replicas that are due, and record the result."""
@@ -814,7 +775,7 @@ class CopyCommitter:
             if done.error and done.error != self._silent:
                 self._silent = done.error
                 self._note(f"{done.task.name} was not replicated: {done.error}")
-        if team.sender.task is not None or not team.together.holders:
+        if team.sender.task is not None or not team.holders:
             return
         held = {_step(name): name for name in self.stage.tier.names() if name not in self._inherited}
         step = self._member.wanted(held.keys())
@@ -836,7 +797,3 @@ class CopyCommitter:
 
 def _step(name: str) -> int:
     return place_of(name)[0]
-
-
-def _is_older(name: str, generation: int, step: int) -> bool:
-    return place_of(name)[1] == generation and place_of(name)[0] < step

@@ -1,36 +1,52 @@
-"""Work on the durable tier, one task at a time in a thread, and uploads from there to the global tier."""
+"""What is done with the bytes of copies: digests in memory, files on disk, uploads to the global tier.
+
+On disk one task is done at a time, in a thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outlast.checkpoint.content.digest import ends_of
+from outlast.checkpoint.content.digest import chunk_digests, ends_of, row_of
+from outlast.checkpoint.content.rank_file import contents_of
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import (
+    CHUNK_BYTES,
     COMMIT,
     MANIFEST,
+    Manifest,
     Names,
+    Row,
     alike_files,
     place_of,
     rank_files,
+    runs_of,
+    some,
 )
 from outlast.checkpoint.policy.resolve import removals
+from outlast.checkpoint.policy.table import place_in_meshes
 from outlast.checkpoint.tiers import remote
 from outlast.checkpoint.tiers.inventory import holds, manifest_of, read_manifest, require_bytes
-from outlast.checkpoint.tiers.memory_folder import Members
+from outlast.checkpoint.tiers.memory_folder import Members, Stage
 from outlast.checkpoint.tiers.remote import content_of
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.errors import CheckpointError, CheckpointMismatch, OutlastError, StaleGeneration
-from outlast.fields import DamagedCopy
-from outlast.files import is_outage
+from outlast.fields import DamagedCopy, Fields
+from outlast.files import is_outage, write_whole
+
+_PART_BYTES = 32 * CHUNK_BYTES  # a smaller file is digested by one thread
+_SHARE = 4  # of the processors that ranks leave, one in so many is for the writer while they train
+Staged = Mapping[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -41,13 +57,11 @@ class Task:
         kind: what is done: "write", "part", "commit", "verify", "send" or "upload".
         name: of the copy.
         job: does it.
-        session: of the committer that began it; another one may take the result of a commit.
     """
 
     kind: str
     name: str
     job: Callable[[], Any]
-    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,16 @@ class Tasks:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self.task: Task | None = None
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which the first task does otherwise.
+
+        Raises:
+            RuntimeError: there are too many.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def writes(self) -> str:
@@ -95,6 +118,7 @@ class Tasks:
 
     def begin(self, task: Task) -> None:
         """Begin with a task; only when :attr:`task` is None."""
+        self.start()
         self.task = task
         self._tasks.put(task)
 
@@ -120,50 +144,83 @@ class Tasks:
             self.done()
 
 
-def write_part(
-    name: str, source: DirectoryTier, target: DirectoryTier, place: tuple[int, int], found: bool
-) -> None:
-    """Write this node's files of a copy into a folder that all nodes share.
-
-    Of the files that all ranks share, which every node has, each node writes some.
-    A file that is there as it should be stays: the leading writer may count on it already.
-
-    Args:
-        name: of the copy.
-        source: the tier in memory.
-        target: the durable tier.
-        place: number of this node, and how many there are.
-        found: the copy is of an earlier writer, so its bytes are compared with their digests.
+def shared_files(staged: Staged) -> int:
+    """Return the number of shared files that the staged states refer to.
 
     Raises:
-        DamagedCopy: a byte in the source is not as it was written.
+        CheckpointError: one of these files was not written.
+    """
+    count: int = max(record["shared"] for record in staged.values())
+    lacking = set(range(count)) - {record["writes"] for record in staged.values()}
+    if lacking:
+        raise CheckpointError(
+            f"no rank of this node wrote {some(alike_files(number, count)[0] for number in lacking)}, which"
+            f" rank {some([rank for rank, record in staged.items() if record['shared']])} shares"
+        )
+    return count
+
+
+def seal_ranks(stage: Stage, folder: Path, staged: Staged, shared: int, threads: int) -> dict[str, Any]:
+    """Digest what the ranks staged; the first time that these bytes are read.
+
+    Args:
+        stage: that the folder is in.
+        folder: of the copy.
+        staged: the ranks' records.
+        shared: from how many files they borrow tensors.
+        threads: that digest.
+
+    Returns:
+        Fields of the manifest about the files of the ranks and the shared files.
+
+    Raises:
+        DamagedCopy: a document is not as a rank leaves it.
+        CheckpointMismatch: an outlast with another format has left it.
         OSError: the file system refused.
     """
-    manifest, _ = manifest_of(source, name)
-    if name in target.names():
-        require_same(name, source, target)
-        return
-    temporary = target.begin(name, manifest.session)
-    number, nodes = place
-    others = {
-        entry
-        for shared in range(len(manifest.shared))
-        if shared % nodes != number
-        for entry in manifest.of_shared(shared)
+    files = [_seal(stage, folder, alike_files(number, shared), threads) for number in range(shared)]
+    ranks = [rank_files(rank, record["world_size"]) for rank, record in sorted(staged.items())]
+    own = [_seal(stage, folder, names, threads) for names in ranks]
+    return {
+        "own": tuple(row for row, _ in own),
+        "shared": tuple(row for row, _ in files),
+        "contents": runs_of([contents_of(fields.source, fields.values) for _, fields in own]),
     }
-    contents = {}
-    with source.open(name) as here, target.open(temporary) as there:
-        for entry in manifest.needed():
-            if entry in others:
-                continue
-            if holds(there, entry):  # a writer that was here before may have reported it
-                target.sync(temporary, entry.name)
-                continue
-            if found:
-                require_bytes(here, entry)
-            (target.folder / temporary / entry.name).unlink(missing_ok=True)
-            contents[entry.name] = content_of(source.folder / name / entry.name)
-        link_or_write(name, source, target, temporary, contents)
+
+
+def _seal(stage: Stage, folder: Path, names: Names, threads: int) -> tuple[Row, Fields]:
+    """Digest three files; return their row, and the fields of the document."""
+    view = content_of(folder / names.tensors)
+    digests = digests_of(view, threads)
+    (folder / names.digests).write_bytes(digests)
+    document = stage.read(folder / names.document)
+    fields = Fields.parse(names.document, document)
+    return row_of(len(view), digests, document, *place_in_meshes(fields)), fields
+
+
+def digests_of(view: memoryview, threads: int) -> bytes:
+    """Return the digest of each chunk, computed by several threads if the file is large."""
+    if len(view) <= _PART_BYTES or threads == 1:
+        return chunk_digests(view)
+    parts = [view[begin : begin + _PART_BYTES] for begin in range(0, len(view), _PART_BYTES)]
+    with ThreadPoolExecutor(threads, "digest") as pool:
+        return b"".join(pool.map(chunk_digests, parts))
+
+
+def threads_beside(ranks: int, processors: int) -> int:
+    """Return how many threads may digest while ranks train: a quarter of what they leave, at least one."""
+    return max(1, (processors - ranks) // _SHARE)
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and COMMIT, the latter in one piece: from here on the copy is complete.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    ends = ends_of(manifest)
+    (folder / MANIFEST).write_bytes(ends[MANIFEST])
+    write_whole(folder / COMMIT, ends[COMMIT])
 
 
 def link_or_write(
@@ -190,11 +247,10 @@ def link_or_write(
     target.write(temporary, {file: one for file, one in contents.items() if file not in linked})
 
 
-def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, complete: Complete) -> int:
-    """Commit a copy that all nodes have written their files of; return its size.
+def commit_parts(source: DirectoryTier, target: DirectoryTier, complete: Complete) -> Complete:
+    """Commit a copy that all nodes have written their files of; return what they have written.
 
     Args:
-        name: of the copy.
         source: the tier in memory, which has this node's part.
         target: the durable tier.
         complete: what the nodes have written.
@@ -204,6 +260,7 @@ def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, comple
         DamagedCopy: manifest or COMMIT in the source are not as they were written.
         OSError: the file system refused.
     """
+    name = complete.name
     manifest, _ = manifest_of(source, name)
     if name in target.names():
         require_same(name, source, target)
@@ -214,7 +271,7 @@ def commit_parts(name: str, source: DirectoryTier, target: DirectoryTier, comple
             (target.folder / temporary / file).unlink(missing_ok=True)
         target.write(temporary, ends_of(whole))
         target.commit(temporary, name)
-    return complete.nbytes
+    return complete
 
 
 def require_same(name: str, source: DirectoryTier, target: DirectoryTier) -> None:
@@ -260,8 +317,8 @@ class Ahead:
         """Set whether the copy in memory is complete; called once, at any time."""
         self._sealed.put(sealed)
 
-    def write(self, source: DirectoryTier) -> int | None:
-        """Write and commit; return the copy's size; None: it was not completed in memory, or is there.
+    def write(self, source: DirectoryTier) -> Manifest | None:
+        """Write and commit; return the copy's manifest; None: it was not completed in memory, or is there.
 
         Args:
             source: the tier in memory, which has the rest of it once it is sealed.
@@ -287,7 +344,7 @@ class Ahead:
             with contextlib.suppress(OSError):
                 self._target.discard(temporary)
             raise
-        return manifest.nbytes
+        return manifest
 
 
 def names_of(ranks: Iterable[int], world_size: int, shared: int) -> list[Names]:
@@ -296,8 +353,10 @@ def names_of(ranks: Iterable[int], world_size: int, shared: int) -> list[Names]:
     return own + [alike_files(number, shared) for number in range(shared)]
 
 
-def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, found: bool) -> int:
-    """Copy one copy from tier to tier, byte for byte, and commit it; return its size.
+def write_copy(
+    name: str, source: DirectoryTier, target: DirectoryTier, found: bool, place: tuple[int, int] | None = None
+) -> Manifest:
+    """Copy one copy from tier to tier, byte for byte, and commit it; return its manifest.
 
     If it is there already, it stays as it is.
 
@@ -307,30 +366,49 @@ def write_copy(name: str, source: DirectoryTier, target: DirectoryTier, found: b
         target: the durable tier.
         found: an earlier writer made the copy. Its bytes are compared with their digests, because retention
             may remove an older, sound copy once this one is on disk.
+        place: number of this node, and how many there are, where all write into one folder, which the leading
+            writer commits. Of the files that all ranks share, which every node has, each node writes some.
+            A file that is there as it should be stays: the leading writer may count on it already.
 
     Raises:
         CheckpointError: another copy has that name.
         DamagedCopy: a byte in the source is not as it was written.
-        OSError: the file system refused; nothing of the copy is left in the target.
+        OSError: the file system refused; nothing of a copy that this node writes alone is left in the target.
     """
-    with source.open(name) as folder:
-        manifest, _ = read_manifest(folder, name)
+    with source.open(name) as here:
+        manifest, _ = read_manifest(here, name)
         if name in target.names():
             require_same(name, source, target)
-            return manifest.nbytes
-        for entry in manifest.needed() if found else ():
-            require_bytes(folder, entry)
-    files = names_of(manifest.ranks, manifest.world_size, len(manifest.shared))
-    ahead = Ahead(name, source.folder / name, files, target)
-    ahead.settle(True)
-    return ahead.write(source) or 0
+            return manifest
+        if place is None:
+            for entry in manifest.needed() if found else ():
+                require_bytes(here, entry)
+            files = names_of(manifest.ranks, manifest.world_size, len(manifest.shared))
+            ahead = Ahead(name, source.folder / name, files, target)
+            ahead.settle(True)
+            return ahead.write(source) or manifest
+        shared = range(place[0], len(manifest.shared), place[1])
+        rows = *map(manifest.of_rank, manifest.ranks), *map(manifest.of_shared, shared)
+        temporary = target.begin(name, manifest.session)
+        contents = {}
+        with target.open(temporary) as there:
+            for entry in itertools.chain(*rows):
+                if holds(there, entry):  # a writer that was here before may have reported it
+                    target.sync(temporary, entry.name)
+                    continue
+                if found:
+                    require_bytes(here, entry)
+                (target.folder / temporary / entry.name).unlink(missing_ok=True)
+                contents[entry.name] = content_of(source.folder / name / entry.name)
+    link_or_write(name, source, target, temporary, contents)
+    return manifest
 
 
 class Uploads:
     """Brings some of the copies on disk to the global tier.
 
     Args:
-        members: say where to, and which.
+        members: say where to, and which; the leading node uploads.
         source: the durable folder.
         note: takes a sentence for the event log.
         ring: called when there is something to look at.
@@ -344,7 +422,7 @@ class Uploads:
         ring: Callable[[], None],
     ) -> None:
         self._members = members
-        self._url = members.global_url
+        self._url = members.global_url if members.leads else ""
         self._source = source
         self._note = note
         self._tasks = Tasks("uploads", ring)
@@ -368,11 +446,15 @@ class Uploads:
         """
         due = last or self._seen % self._members.global_every == 0
         self._seen += 0 if last else 1
-        if not due or name in self.owed:
+        if not (self._url and due) or name in self.owed:
             return
         if self._next:
             self._note(f"{self._next} did not go to the global tier: it takes less than is to go there")
         self._next = name
+
+    def close(self) -> None:
+        """End once the upload under way is done."""
+        self._tasks.close()
 
     def look(self, avoid: tuple[str, ...]) -> None:
         """Record what was done, and begin the next upload."""

@@ -16,7 +16,7 @@ from outlast.checkpoint.replica.frames import PeerRefused, Refusal
 from outlast.checkpoint.replica.handshake import Credentials, Party
 from outlast.checkpoint.replica.server import PeerServer, Terms
 from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Status, Together
-from outlast.checkpoint.writer.cluster import ReplicaShelf, Ties, served, shelf
+from outlast.checkpoint.writer.cluster import ReplicaShelf, served, shelf
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Tasks
 from outlast.checkpoint.writer_process import REMOVED, Owner, remove_renamed, without_others
@@ -54,13 +54,14 @@ class Service:
         lease: str = "",
     ) -> None:
         self._lease = lease
-        self._ties = Ties(folder.ring, credentials)
+        self._credentials = credentials
         self._folder = folder
         self._is_ours = is_ours
         self._owner = owner
         self._sink = sink
         self._bell = folder.listen()
         self._disk = Tasks("disk", folder.ring)
+        self._disk.start()
         self._committer: CopyCommitter | None = None
         before = folder.status()
         self._port = 0 if before is None else before.port
@@ -150,7 +151,7 @@ class Service:
             self._committer.close()
         if members.together is not None:
             status = replace(status, port=self._listen(members))
-        return CopyCommitter(members, self._disk, status, self._sink, self._ties, self._lease)
+        return CopyCommitter(members, self._disk, status, self._sink, self._credentials, self._lease)
 
     def _leave(self, committer: CopyCommitter) -> None:
         """Bring the newest state of a training to disk, and free its memory: another one begins."""
@@ -171,7 +172,7 @@ class Service:
     def _listen(self, members: Members) -> int:
         """Listen for the writers of other nodes; return the port; 0: that is impossible."""
         try:
-            party = members.party(self._ties.credentials)
+            party = members.party(self._credentials)
         except BadSecurity as error:
             self._note(str(error))
             return 0
