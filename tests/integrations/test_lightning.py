@@ -27,7 +27,7 @@ from outlast.ipc.heartbeat_page import HeartbeatReader
 from outlast.settings import WorkerContext
 from tests.support.bounds import bounded_wait
 from tests.support.frameworks import needs
-from tests.support.launching import SCRIPTS, until
+from tests.support.launching import DEADLINE, SCRIPTS, until
 
 pytestmark = needs("lightning")
 BESIDE = ".{}.digests.json"
@@ -274,7 +274,7 @@ def test_lightnings_handlers_of_other_signals_stay(
         [sys.executable, str(SCRIPTS / "lightning_signals.py"), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=DEADLINE,
         check=False,
         env={**os.environ, **settings.worker_variables(context), **slurm, "OMP_NUM_THREADS": "1"},
     )

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-faulthandler.dump_traceback_later(60)  # it did not end within 90 s once
+faulthandler.dump_traceback_later(120)  # it did not end within 90 s once
 
 
 class Looking(pl.Callback):
