@@ -425,7 +425,7 @@ def _loaded(names: list[str], heavy: list[str]) -> list[str]:
     """Import modules in a fresh interpreter; return which of the heavy ones came along."""
     script = f"import sys, {', '.join(names)}; print(*[n for n in {heavy} if n in sys.modules])"
     command = [sys.executable, "-B", "-c", script]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 

@@ -211,11 +211,11 @@ def test_what_must_outlive_a_power_loss_is_synced_and_nothing_else(path: Path, t
     strace = ["strace", "-f", "-e", "trace=write,fdatasync,fsync", "-o", str(trace)]
     if (
         shutil.which("strace") is None
-        or subprocess.run([*strace, "true"], timeout=60, check=False).returncode
+        or subprocess.run([*strace, "true"], timeout=180, check=False).returncode
     ):
         pytest.skip("strace is not installed, or may not trace")
     command = [*strace, sys.executable, "-c", SYNCING, str(path)]
-    subprocess.run(command, input=lines, text=True, timeout=60, check=True)
+    subprocess.run(command, input=lines, text=True, timeout=180, check=True)
     calls = [line.split(None, 1)[1] for line in trace.read_text().splitlines() if "(" in line]
     kinds = [call.split("(")[0] for call in calls if '{\\"v\\"' in call or "sync" in call]
     assert kinds == [
@@ -255,7 +255,7 @@ def test_processes_that_append_together_tear_no_line(path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
-    assert [process.wait(timeout=60) for process in running] == [0] * writers
+    assert [process.wait(timeout=180) for process in running] == [0] * writers
     for process in running:
         assert process.stdin is not None
         process.stdin.close()

@@ -28,7 +28,7 @@ print(priority())
 def priorities(at_most: float) -> list[int]:
     """Return the priority before, within and after the imports."""
     command = [sys.executable, "-c", SCRIPT, str(at_most)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     return [int(one) for one in done.stdout.split()]
 
 

@@ -39,7 +39,7 @@ handlers.wake()
 while is_data(handlers._wakeup):
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGTERM)
-print("heard", heard.get(timeout=60.0), flush=True)
+print("heard", heard.get(timeout=180.0), flush=True)
 handlers.release()
 handlers.wake()
 """

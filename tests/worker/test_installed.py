@@ -35,7 +35,7 @@ def installed(tmp_path: Path, *names: str, before: tuple[Path, ...] = ()) -> lis
     """Return which of the modules count; ``before``: folders of PYTHONPATH."""
     words = [tmp_path / "site-packages", json.dumps(list(map(str, before))), tmp_path / "script", *names]
     command = [sys.executable, "-c", ASKS, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found

@@ -64,7 +64,7 @@ print(json.dumps(found))
 def run(program: str, folder: Path, *words: str) -> Any:
     script = folder / "program.py"
     script.write_text(program)
-    done = warm.run([script, folder, *words], timeout=90)
+    done = warm.run([script, folder, *words], timeout=180)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -344,7 +344,11 @@ class TestTails:
             "print('ended well', file=sys.stderr)\n"
         )
         run = subprocess.run(
-            [sys.executable, "-c", code, str(log)], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, str(log)],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=180,
+            check=False,
         )
         assert "ended well" in run.stderr, run.stderr
 
@@ -423,7 +427,7 @@ class TestFailures:
     def test_of_a_real_script(self, tmp_path: Path, text: str, message: str) -> None:
         (tmp_path / "x.py").write_text(text)
         with open(tmp_path / "log", "wb") as log:
-            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=60, check=False)
+            subprocess.run([sys.executable, str(tmp_path / "x.py")], stderr=log, timeout=180, check=False)
         found = failure_of(tmp_path / "absent", tmp_path / "log")
         assert found is not None
         assert message in found.message

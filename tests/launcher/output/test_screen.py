@@ -169,7 +169,7 @@ def test_ranks_that_a_filter_hides_are_silent_though_their_streams_are_inherited
         [sys.executable, "-m", "outlast", "run", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.stdout == "I am 1\n"

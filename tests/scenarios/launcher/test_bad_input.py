@@ -33,7 +33,7 @@ def outlast_run(*arguments: str, folder: Path | None = None) -> subprocess.Compl
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

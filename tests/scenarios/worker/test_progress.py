@@ -23,7 +23,7 @@ def launch(tmp_path: Path, how: str, *options: str, steps: int = 100, life: int 
 
 def reported(run: Run) -> dict[str, Any]:
     command = [sys.executable, "-m", "outlast", "report", str(run.folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -157,7 +157,7 @@ def test_what_is_no_step_is_refused_everywhere() -> None:
     odd = "(-1,), (float('nan'),), (1.0,), (True,), ('7',), (None,), (1 << 62,), (3, 1), (3, None)"
     script = f"import outlast.errors\n{ODD.format(odd=odd)}"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
 

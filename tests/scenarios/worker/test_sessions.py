@@ -56,7 +56,7 @@ def test_steps_without_a_restore_are_warned_of_once(tmp_path: Path) -> None:
     assert len(warnings) == 2, run.console()  # rank 0 of each generation
     assert {one["source"] for one in run.records("first_step")} == {"counted"}
     command = [sys.executable, "-m", "outlast", "report", "--json", str(run.folder)]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
     assert json.loads(text)["steps_unknown"]
 
 
