@@ -44,14 +44,14 @@ def test_the_end_of_an_inner_section_is_never_charged_to_the_outer_one(reader: H
     try:
         with outer, middle:
             with inner:
-                time.sleep(0.3)
+                time.sleep(1.5)
             with inner:
-                time.sleep(0.1)
+                time.sleep(1.0)
     finally:
         sys.settrace(None)
     spent = [one[name] for one in seen for name in ("outer", "middle") if name in one]
     assert len(spent) > 50
-    assert max(spent) < 0.1, max(spent)
+    assert max(spent) < 1.0, max(spent)
 
 
 @pytest.mark.parametrize(
