@@ -187,6 +187,8 @@ class Checkpointer:
             around = replace(around, parallel=ParallelLoad(around, stage, members, node, credentials))
         if self._speaks:
             stage.drop_landing()  # of a generation that was killed
+        if members.together is None and not meeting.has_parts:
+            return around
         torn = gather_parts(around, stage, members, node, credentials)
         return replace(around, replicas=(stage.joined, *stage.replica_tiers()), torn=torn)
 

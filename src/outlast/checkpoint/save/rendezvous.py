@@ -20,7 +20,7 @@ from outlast.checkpoint.policy.manifest import is_label, some
 from outlast.checkpoint.policy.placement import Node, Placement, place, replication_groups
 from outlast.checkpoint.replica.handshake import NOBODY, Credentials
 from outlast.checkpoint.save.host_memory import Demand, rooms_of, shortage
-from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Together
+from outlast.checkpoint.tiers.memory_folder import Members, MemoryFolder, Peer, Stage, Together
 from outlast.config import CheckpointOptions
 from outlast.errors import CheckpointError, SaveFailed, UsageError
 from outlast.recovery.policy.events import Note
@@ -96,6 +96,7 @@ class SaveRendezvous:
         self._place = where
         self._call_saver = call_saver
         self.buffers = around.settings.buffers  # of each rank of this node
+        self.has_parts = True  # some node may have parts of a copy that several nodes made
         self._before: Members | None = None  # of the session before, until this node's ranks are introduced
 
     def hold(self, nbytes: Callable[[], int], avoid: Collection[str]) -> Members:
@@ -113,6 +114,7 @@ class SaveRendezvous:
         agreed = around.rounds.hold("place", lambda: self._say(nbytes()))
         agreed.raise_common(CheckpointError)
         places = [report.data for report in agreed.reports]
+        self.has_parts = any(one["parts"] for one in places)
         nodes: dict[str, tuple[int, ...]] = {}
         for rank, one in enumerate(places):
             nodes[one["node"]] = (*nodes.get(one["node"], ()), rank)
@@ -170,7 +172,7 @@ class SaveRendezvous:
 
     def _say(self, nbytes: int) -> dict[str, Any]:
         around = self._around
-        self._before = self._memory.members()
+        before = self._before = self._memory.members()
         session = os.urandom(6).hex()
         if around.leads and around.identity.world_size > 1:
             files.when_there_is_room(lambda: self._leave(session), OUTAGE_SECONDS, passing=files.OUTAGE)
@@ -180,6 +182,8 @@ class SaveRendezvous:
             "nbytes": nbytes,
             "rooms": _rooms(self._memory),
             "session": session,
+            "parts": Stage(self._memory.stage_of(around.training)).replicas.is_dir()
+            or (before is not None and (len(before.nodes) > 1 or before.left >= 0)),
         }
 
     def _replicas(
