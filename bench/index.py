@@ -31,7 +31,7 @@ from outlast.checkpoint.content.codecs import Piece
 from outlast.checkpoint.content.digest import digests_nbytes, ends_of, row_of
 from outlast.checkpoint.content.format import lay_out, notes_of, rank_document
 from outlast.checkpoint.content.random_states import capture_random
-from outlast.checkpoint.content.rank_file import contents_of
+from outlast.checkpoint.content.rank_file import Parameter, contents_of
 from outlast.checkpoint.content.state import Captured
 from outlast.checkpoint.load.world import World
 from outlast.checkpoint.policy.joint import Leader, Member, Report, Written
@@ -105,10 +105,10 @@ def captured(rank: int, sizes: Sequence[int], rank_bytes: float) -> Captured:
         "model": {"dict": {name: {"tensor": f"model.{name}"} for name in names}},
         "optimizer": {"dict": {"state": {"map": states}, "param_groups": [{"dict": group}]}},
     }
-    parameters = {"optimizer": [(f"model.{name}", f"float32{list(whole)}", None) for name in names]}
+    stepped: list[Parameter] = [(f"model.{name}", f"float32{list(whole)}", None) for name in names]
     pieces = {key: piece for key, one in tensors.items() if one is local}
     kinds = {"optimizer": "AdamW"}
-    return Captured(values, kinds, tensors, {}, capture_random(), pieces, parameters=parameters)
+    return Captured(values, kinds, tensors, {}, capture_random(), pieces, {"optimizer": stepped})
 
 
 def make(folder: Path, ranks: int, sizes: Sequence[int], rank_bytes: float, own: int) -> Manifest:
