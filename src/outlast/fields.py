@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from outlast.errors import CheckpointMismatch, CorruptCopy
 
-FORMAT_VERSION = 2  # of everything in a copy; other versions are refused
+FORMAT_VERSION = 3  # of everything in a copy; other versions are refused
 _FAR = 1e15  # seconds; later than any clock
 _MISSING = object()
 

@@ -347,7 +347,7 @@ class Checkpointer:
             return self._order_more(again, order)
         assert taken is not None
         self._staged = None
-        self._waits_since, self._reported = time.monotonic(), False
+        began, self._waits_since, self._reported = time.monotonic(), 0.0, False
         try:
             self._stager.fence()  # what has become of the save before is no reason to try this one again
             if before is not None:  # its record is there, which is known only now
@@ -358,7 +358,7 @@ class Checkpointer:
         except OSError as error:
             waited, why = None, str(error)
         if waited is None:
-            return self._lost(order, why, time.monotonic() - self._waits_since)
+            return self._lost(order, why, time.monotonic() - began)
         self._staged, self._fingerprint = order, Fingerprint.of(taken.captured)
         if waited > _NOTICEABLE:
             around.record(
@@ -407,7 +407,9 @@ class Checkpointer:
 
     def _nudge(self) -> None:
         """Wake the writer that a save waits for, and report a long wait for a buffer."""
-        if time.monotonic() - self._waits_since > _SLOW and not self._reported:
+        now = time.monotonic()
+        self._waits_since = self._waits_since or now
+        if now - self._waits_since > _SLOW and not self._reported:
             self._reported = True
             around = self._around
             why = f"the disk is slow ({around.tier.folder})"

@@ -14,10 +14,11 @@ def clean(text: str) -> str:
     )
 
 
-def say(*lines: str) -> None:
-    """Print lines."""
+def say(*lines: str, at_once: bool = False) -> None:
+    """Print lines; with ``at_once`` they are not kept in a buffer."""
     sys.stdout.writelines(f"{clean(line)}\n" for line in lines)
-    sys.stdout.flush()
+    if at_once:
+        sys.stdout.flush()
 
 
 def table(rows: Sequence[Sequence[object]], numbers: Collection[str] = ()) -> Iterator[str]:

@@ -428,14 +428,14 @@ KEPT = {"trust": "verified", "reason": "r", "digest": "ab", "released": False, "
 
 
 def kept(**more: Any) -> dict[str, Any]:
-    found = {"version": 1, "doubted": [[2, L80]], "diverged": [[2, -1]], "copies": {L90: KEPT}}
+    found = {"version": 2, "doubted": [[2, L80]], "diverged": [[2, -1]], "copies": {L90: KEPT}}
     return found | {key: value for key, value in more.items() if key in found}
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        {"version": 2},
+        {"version": 1},
         {"copies": [1]},
         {"diverged": [[0, -2]]},
         {"doubted": {"2": 1}},

@@ -189,5 +189,8 @@ def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads:
                 helper.join(1.0)
             except BaseException as error:  # noqa: BLE001 - raised below
                 failed.setdefault(-1, error)
-    if failed:
-        raise failed[min(failed)]
+    try:
+        if failed:
+            raise failed[min(failed)]
+    finally:
+        failed.clear()  # with the error's frames it would keep what they read

@@ -274,6 +274,7 @@ class Capturer:
         form = _Form.of(walk, live)
         if form is None or form != known:
             if known is not None:
+                del walk, form  # codecs may have made tensors for it
                 walk = _Walk(contents)  # other captures have what stands for the tensors of this one
                 form = _Form.of(walk, live)
             self._keys = _Keys.of(walk)
@@ -314,9 +315,10 @@ class Derived(Generic[T]):
             basis: compared with the one before.
             derive: called if it is another one.
         """
-        if self._known is None or (self._known[0] is not basis and self._known[0] != basis):
-            self._known = basis, derive()
-        return self._known[1]
+        known = self._known
+        if known is None or known[0] is not basis:
+            known = self._known = basis, derive() if known is None or known[0] != basis else known[1]
+        return known[1]
 
 
 def capture(state: Mapping[str, object]) -> Captured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def gather_parts(
         if leader.name != node:
             _greet(leader, party)
         newest = max(map(place_of, around.tier.names()), default=(-1, -1))
-        return {"parts": codec.values_of(held_parts(stage, node)), "disk": newest, "left": members.left}
+        left = max(members.left.values(), default=-1)
+        return {"parts": codec.values_of(held_parts(stage, node)), "disk": newest, "left": left}
 
     def fetch(found: Gathering) -> dict[str, Any]:
         nbytes = 0
@@ -85,17 +87,17 @@ def gather_parts(
             _join(stage, found)
         return {"nbytes": nbytes}
 
-    def fetched(found: Gathering) -> bool:
-        """Bring a copy together, with all ranks."""
+    def fetched(found: Gathering) -> str:
+        """Bring a copy together, with all ranks; return why that is not possible; empty: it is there."""
         if not found.joined and not any(found.fetch.values()):
-            return True
+            return ""
         agreed = around.rounds.hold("fetched", lambda: fetch(found) if speaks else {})
         reason = f"not all of it came from other nodes: {agreed.text}"
         if agreed.fine:
             nbytes = sum(report.data.get("nbytes", 0) for report in agreed.reports)
             reason = f"{nbytes} bytes were fetched from other nodes' memory"
         around.record(Note, reason=f"{found.name}: {reason}")
-        return agreed.fine
+        return "" if agreed.fine else reason
 
     agreed = around.rounds.hold("parts", lambda: look() if speaks else {})
     agreed.raise_common(CheckpointError)
@@ -106,14 +108,18 @@ def gather_parts(
     left = max(data["left"] for data in said)
     copies = gatherings(holdings, nodes, members.run_id, members.avoid, left)
     whole = [one for one in copies if not one.reason]
-    marks = Marks(members.avoid)
-    sure = [place_of(one.name) for one in whole if not marks.doubted(one.name)]
-    than = max([on_disk, *sure])
+    failed: dict[str, Gathering] = {}
+    marks, than = Marks(members.avoid), on_disk
     for found in whole[:_TRIES]:
-        if place_of(found.name) <= on_disk or fetched(found):
+        why = "" if place_of(found.name) <= on_disk else fetched(found)
+        if not why:
             than = max(than, place_of(found.name))
             break
-    return tuple(one for one in copies if one.reason and place_of(one.name) > than)
+        failed[found.name] = replace(found, why=why)
+    sure = [one.name for one in whole if not marks.doubted(one.name) and one.name not in failed]
+    than = max([than, *map(place_of, sure)])
+    torn = [failed.get(one.name, one) for one in copies]
+    return tuple(one for one in torn if one.reason and place_of(one.name) > than)
 
 
 def _greet(leader: Peer, party: Party) -> None:

@@ -123,6 +123,7 @@ class Restorer:
                 self._received = None  # its memory, before another copy is read
                 self._unusable[plan.name] = examined.text
                 self._put_away(plan, examined)
+                del examined  # its error holds memory of that copy
             else:
                 if resolution.refusal:
                     raise CheckpointMismatch(resolution.refusal)
@@ -222,7 +223,7 @@ class Restorer:
         try:
             land(self._state, received.saved, self._around.threads, received.views)
             note = apply(self._state, received.saved, received.random, document.parameters)
-        except (CheckpointMismatch, RuntimeError, OSError) as error:  # a device failed, or there is no room
+        except (CheckpointMismatch, RuntimeError) as error:  # a device failed, or has no room
             raise CheckpointMismatch(
                 f"{plan.name} is sound, but {error}; the live objects hold some of it and must not be used"
             ) from error
@@ -235,8 +236,14 @@ class Restorer:
 
         Raises:
             NoUsableCheckpoint: it has, by what is there or by what the launcher knows.
+            CheckpointError: a copy is whole in the memory of nodes, and did not come from there.
         """
         torn, unusable, known = self._around.torn, self._unusable, self._marks.durable
+        if lost := next((one for one in torn if one.fetch), None):
+            raise CheckpointError(
+                f"{lost.name} is in the memory of these nodes: {lost.why}; nothing else can be loaded, and"
+                " nothing was changed; start again"
+            )
         for one in torn:
             seen = unusable.setdefault(one.name, one.reason)
             if one.missing and seen != one.reason:
@@ -366,6 +373,11 @@ class Restorer:
         except CheckpointMismatch as error:
             raise CheckpointMismatch(f"{plan.name} is sound but does not fit: {error}") from error
         applied = around.rounds.hold("applied", lambda: self._apply(plan))
+        if applied.worst[1].outcome in (Outcome.DAMAGED, Outcome.SYSTEM):
+            raise OutlastError(
+                f"{plan.name} was sound when it was verified, and {applied.text}; the live objects hold some"
+                " of it and must not be used; start again, and restore anew"
+            ) from applied.error
         applied.raise_common(CheckpointMismatch)
         copies = {report.data["copy"] for report in applied.reports}
         if len(copies) > 1:

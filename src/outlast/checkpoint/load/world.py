@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -388,7 +388,9 @@ class Merger:
 
     Args:
         complete: live mappings that are not empty have all that they can take: entries with tensors that
-            they lack are left out, and tensors that they alone have are noted.
+            they lack are left out, and tensors that they alone have are noted. That holds neither for what is
+            in tuples nor for what is in lists that have another length by now; and a tensor that a mapping
+            in a list lacks is not noted.
         problems: what could not be put together; filled.
         left: keys of tensors that the live objects did not ask for; filled.
         absent: paths of live tensors that no rank has; filled.
@@ -480,8 +482,10 @@ class Merger:
             sizes = ", ".join(f"{len(each)} on rank {rank}" for rank, each in lists[:3])
             self.problems.append(f"{path} has other lengths on other ranks: {sizes}")
             return said[0][1]
+        alike = form == "list" and isinstance(live, list) and len(live) == len(lists[0][1])
+        inside = replace(self, complete=self.complete and alike, absent=[])  # see the docstring
         merged = [
-            self.merge([(rank, each[at]) for rank, each in lists], _inner(live, at), f"{path}.{at}")
+            inside.merge([(rank, each[at]) for rank, each in lists], _inner(live, at), f"{path}.{at}")
             for at in range(len(lists[0][1]))
         ]
         return merged if form == "list" else {form: merged}

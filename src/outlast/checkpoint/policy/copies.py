@@ -38,7 +38,7 @@ _DOUBTED_KEPT = 8
 _COPIES_KEPT = 256
 _OUTCOMES_KEPT = 8
 _SIGNATURE_LENGTH = 200
-_VERSION = 1  # of what is kept between launchers
+_VERSION = 2  # of what is kept between launchers
 
 
 class Trust(str, Enum):
@@ -139,7 +139,7 @@ class _State:
 class Copies:
     """The copies of one job, all tiers; needs no clock, since nothing in it happens because time passes.
 
-    What a generation saves stands and falls with the copy that it began with.
+    What a generation saves stands and falls with the copy that it has loaded last.
 
     Attributes:
         loaded: what the present generation has loaded.
@@ -152,6 +152,7 @@ class Copies:
         self._generation = -1
         self._began: int | None = None  # completed steps of what the present generation has loaded
         self._clean = -1
+        self._saved: set[str] = set()  # by the present generation since its latest load
         self.loaded: tuple[str, ...] = ()
         self._changes: list[TrustChange] = []
 
@@ -163,6 +164,8 @@ class Copies:
         """A copy exists; of those that an earlier process left this must be said before the load."""
         for place in _places(checkpoint):
             self._known(place)
+            if self._began is not None and _age(place)[1] == self._generation:
+                self._saved.add(place)
 
     def _known(self, place: str) -> _Copy:
         if place not in self._copies:
@@ -172,7 +175,7 @@ class Copies:
         return self._copies[place]
 
     def _judge(self, place: str) -> None:
-        """Apply to a copy what is known of the generation that saved it."""
+        """Apply to a copy what is known of the latest load of the generation that saved it."""
         step, generation = _age(place)
         copy, agreed = self._copies[place], self._diverged.get(generation)
         if copy.released or copy.trust is Trust.QUARANTINED:
@@ -204,7 +207,7 @@ class Copies:
             for place, copy in self._copies.items()
             if digest and copy.digest == digest and _name(place) in names
         }
-        self._generation, self._began, self._clean = generation, step, step
+        self._generation, self._began, self._clean, self._saved = generation, step, step, set()
         self.loaded = tuple(sorted(loaded))
         for place in self.loaded:
             copy = self._known(place)
@@ -218,8 +221,8 @@ class Copies:
         if self._began is None or step - self._began < CLEAN_STEPS:
             return
         for place in sorted(self._copies):
-            saved, generation = _age(place)
-            went_on = generation == self._generation and saved > self._began and step - saved >= CLEAN_STEPS
+            saved = _age(place)[0]
+            went_on = place in self._saved and saved > self._began and step - saved >= CLEAN_STEPS
             if self._copies[place].trust is not Trust.QUARANTINED and (went_on or place in self.loaded):
                 reason = f"{CLEAN_STEPS} clean steps after it was loaded"
                 if went_on:
@@ -260,7 +263,8 @@ class Copies:
         if began is None:
             return
         if fault.agreed is not None:
-            self._diverged[generation] = fault.agreed
+            # Of what this generation saved before the load the fault says nothing.
+            self._diverged[generation] = max(fault.agreed, began or -1)
             _trim(self._diverged, _DOUBTED_KEPT)
         was_alike = fault.agreed is not None and fault.agreed >= began  # what was loaded was compared, too
         soon = fault.speaks and reached - began < CLEAN_STEPS and not was_alike
@@ -270,9 +274,8 @@ class Copies:
                 self._suspect(place, fault.outcome, f"{fault.kind} ({fault.signature:.60}) {after}")
             self._doubted[generation] = loaded[0]
             _trim(self._doubted, _DOUBTED_KEPT)
-        for place in sorted(self._copies):
-            if _age(place)[1] == generation:
-                self._judge(place)
+        for place in sorted(self._saved & self._copies.keys()):
+            self._judge(place)
 
     def _suspect(self, place: str, outcome: str, reason: str) -> None:
         copy = self._copies.get(place)
@@ -388,12 +391,12 @@ class Copies:
         Raises:
             ValueError: the state is not one of ours.
         """
+        if (version := state.get("version")) != _VERSION:
+            raise ValueError(f"trust in copies is kept in version {version!r}, this one knows {_VERSION}")
         try:
             found = codec.convert(state, _State)
         except Malformed as error:
             raise ValueError(f"no trust in copies: {error}") from error
-        if found.version != _VERSION:
-            raise ValueError(f"trust in copies is kept in version {found.version}, this one knows {_VERSION}")
         odd = [place for place in found.copies if _places(place) != (place,)]
         if odd:
             raise ValueError(f"{odd[0]!r} is not the place of a copy")

@@ -136,7 +136,7 @@ class SaveRendezvous:
             global_every=around.settings.global_every,
             keep_ancestors=around.settings.keep_ancestors,
             nodes=tuple(nodes),
-            left=-1 if self._before is None else self._before.left_by(nodes),
+            left={} if self._before is None else self._before.left_by(nodes),
             training=around.training,
             patience=around.settings.max_failed_seconds,
             disk_bandwidth=around.settings.disk_bandwidth,
@@ -183,7 +183,7 @@ class SaveRendezvous:
             "rooms": _rooms(self._memory),
             "session": session,
             "parts": Stage(self._memory.stage_of(around.training)).replicas.is_dir()
-            or (before is not None and (len(before.nodes) > 1 or before.left >= 0)),
+            or (before is not None and (len(before.nodes) > 1 or bool(before.left))),
         }
 
     def _replicas(

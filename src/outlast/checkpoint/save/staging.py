@@ -266,7 +266,7 @@ class Stager:
 
     def _join(self, timeout: float) -> bool:
         """Wait for the thread of the latest save; return whether it has ended."""
-        if self._finishing is not None:
+        if self._finishing is not None and self._finishing.ident is not None:  # else it never began
             self._finishing.join(timeout)
         return not self._is_finishing()
 
@@ -312,11 +312,15 @@ class Stager:
         self._copied.clear()
         # also where nothing is late: who wakes the writer may have to wait behind it
         thread = threading.Thread(target=self._finish, args=(copying, blocked), name="staging", daemon=True)
+        self._finishing = thread  # before it runs: a signal's handler may raise, and close() must know it
         try:
             thread.start()
-            self._finishing = thread
         except RuntimeError:  # the interpreter ends, or the system refuses another thread
             self._finish(copying, blocked)
+        except BaseException:
+            if thread.ident is None:  # it does not run, and nothing else ends the wait for the copy
+                self._copied.set()
+            raise
         return waited
 
     def until_copied(self) -> None:
@@ -361,8 +365,9 @@ class Stager:
 
     def _late_keys(self, state: Mapping[str, object], captured: Captured) -> frozenset[str]:
         """Return the keys of the tensors that nothing but an optimizer's step changes."""
-        replayed = [_is_capturable(one) for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        basis = captured.form, replayed
+        optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        stepped = [id(one) for each in optimizers for group in each.param_groups for one in group["params"]]
+        basis = captured.form, stepped, list(map(_is_capturable, optimizers))
         return self._late.of(basis, lambda: frozenset(_of_optimizers(state, captured)))
 
     def _finish(self, copying: _Copying, blocked: float) -> None:

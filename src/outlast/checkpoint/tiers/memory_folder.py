@@ -120,7 +120,7 @@ class Members:
         global_every: the first of so many durable copies goes there.
         keep_ancestors: older copies kept there.
         nodes: names of all nodes that have ranks.
-        left: the last generation in which a node had ranks that has none now; -1: there was none.
+        left: nodes that had ranks before and have none now, with the last generation in which they had.
         training: its name, where the job has several; empty: it has none.
         patience: seconds for which a disk that refuses the last state is asked again.
         disk_bandwidth: bytes a second that may be written to ``tier`` while ranks train; None: no limit.
@@ -142,7 +142,7 @@ class Members:
     global_every: int = 1
     keep_ancestors: int = 0
     nodes: tuple[str, ...] = ()
-    left: int = -1
+    left: Mapping[str, int] = field(default_factory=dict)
     training: str = ""
     patience: float = 0.0
     disk_bandwidth: float | None = None
@@ -157,9 +157,10 @@ class Members:
         """Whether rank 0 is on this node, so that its writer speaks for all of them."""
         return 0 in self.ranks
 
-    def left_by(self, nodes: Collection[str]) -> int:
+    def left_by(self, nodes: Collection[str]) -> dict[str, int]:
         """Return ``left`` of the next session, where it has these nodes."""
-        return self.left if set(self.nodes) <= set(nodes) else self.generation
+        had = {**self.left, **dict.fromkeys(self.nodes, self.generation)}
+        return {node: generation for node, generation in had.items() if node not in nodes}
 
     def party(self, credentials: Credentials) -> Party:
         """Return what this node proves to the writers of the others.

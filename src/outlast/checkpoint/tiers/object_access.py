@@ -11,7 +11,6 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -116,8 +115,10 @@ class Store:
         seconds = self._limits.patience(nbytes)
 
         async def bounded() -> T:
-            with suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(work, seconds)
+            task = asyncio.ensure_future(work)
+            done, _ = await asyncio.wait({task}, timeout=seconds)
+            if done:  # not wait_for: a local disk may have raised a TimeoutError, too
+                return task.result()
             raise self.error(Failure.TIMED_OUT, "", f"not done after {seconds:.0f} s")
 
         return asyncio.run(bounded())

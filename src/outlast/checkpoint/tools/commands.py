@@ -208,7 +208,7 @@ def _prune(options: argparse.Namespace) -> int:
     with upkeep.changing(target):
         pass
     if planned.first is not None and planned.removals:
-        say(f"{planned.first.name} is read before anything is removed")
+        say(f"{planned.first.name} is read before anything is removed", at_once=True)
     failed = False
     for removal, problem in upkeep.prune(target, planned):
         failed = failed or bool(problem)

@@ -197,8 +197,8 @@ class _Replay:
         self._script, self._scratch = script, scratch
         started = [one for one in _events(target) if isinstance(one, RunStarted)]
         self._started = max(started, key=lambda one: one.time, default=None)
-        ranks = [entry.copy.world_size for entry in run.copies.values()]
-        self._ranks = (ranks or [1 if self._started is None else self._started.world_size])[0]
+        ranks = [run.copies[step].copy.world_size for step in sorted(run.copies)]  # the newest last
+        self._ranks = (ranks or [1 if self._started is None else self._started.world_size])[-1]
 
     def carry_out(self) -> int:
         """Return the exit code."""
@@ -206,7 +206,8 @@ class _Replay:
         say(
             f"replay of {self._ranks} rank(s) from step {planned.start} ({planned.reason})"
             f" to {planned.steps[-1]}; {len(planned.copies)} copies and {len(planned.records)} recorded"
-            " digests to compare with"
+            " digests to compare with",
+            at_once=True,
         )
         first = self._rerun("first", planned)
         bracket = self._compare(first)
@@ -218,7 +219,7 @@ class _Replay:
             say(f"equal up to step {bracket.right}; looked at {_list(bracket.probes)}")
             return ExitCode.OK
         for phrase in run.differing(first, bracket.wrong)[:_SHOWN]:
-            say(f"step {bracket.wrong}: {phrase}")
+            say(f"step {bracket.wrong}: {phrase}", at_once=True)
         missing = [step for step in planned.steps if step not in first.steps]
         if missing and missing[0] < bracket.wrong:
             say(f"the replay left nothing to compare at step {_list(missing)}")

@@ -23,6 +23,7 @@ from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.writer.committer import NICENESS
 from outlast.checkpoint.writer.service import Service
 from outlast.checkpoint.writer_process import STILL, Owner, Standstill, is_of, lock_holder, others_own
+from outlast.errors import RunFolderUnusable
 from outlast.ipc.control import Reporter
 from outlast.ipc.processes import cpu_seconds, kill_if, start_ticks
 from outlast.observe.policy import codec
@@ -205,7 +206,8 @@ def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) ->
             if is_of(folder.lock, lock):
                 return lock
         except OSError:
-            predecessor.look(time.monotonic())
+            with contextlib.suppress(OSError, RunFolderUnusable):  # the locks of that file system do not work
+                predecessor.look(time.monotonic())
             time.sleep(0.02)
         os.close(lock)
     return -1

@@ -203,7 +203,8 @@ class CopyCommitter:
         """Whether this node itself has nothing to do for disk and global tier."""
         if not self._alone and self.team is None:
             return True
-        return not (self._due or self._disk.writes or self._uploads.owed)
+        untold = self._alone and self._member.pending  # the next look records their end
+        return not (untold or self._due or self._disk.writes or self._uploads.owed)
 
     @property
     def _due(self) -> Collection[str]:
