@@ -106,10 +106,24 @@ def other_document(folder: Path, version: int) -> None:
     forge(folder, lambda document, manifest: document.update(format=version))
 
 
-OTHERS = [other_commit, other_manifest, other_document]
+def older_rows(folder: Path, version: int) -> None:
+    """Write all of it in another version, with the rows of parameters as format 2 had them."""
+
+    def change(document: Any, manifest: Any) -> None:
+        document.update(format=version)
+        manifest.update(format=version)
+        rows = document["parameters"]["optimizer"]
+        assert rows
+        document["parameters"]["optimizer"] = [row[:2] for row in rows]
+
+    forge(folder, change)
+    other_commit(folder, version)
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 2])
+OTHERS = [other_commit, other_manifest, other_document, older_rows]
+
+
+@pytest.mark.parametrize("version", [2, FORMAT_VERSION + 2])
 @pytest.mark.parametrize("steps", [(2,), (1, 2)], ids=["alone", "with an older one"])
 @pytest.mark.parametrize("change", OTHERS)
 def test_another_format_is_refused_and_stays_where_it_is(

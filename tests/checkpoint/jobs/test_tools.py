@@ -119,6 +119,35 @@ def test_copies_that_the_run_avoids_do_not_crowd_out_the_one_that_it_loads(run: 
     assert os.listdir(run / "checkpoints") == [NAMES[2]]
 
 
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        (
+            {"format": 1, "copies": {"version": 1, "copies": {}, "doubted": [], "diverged": []}},
+            "version 1,.* 2",
+        ),
+        ({"format": 1, "copies": []}, ""),
+        ({"format": 1}, ""),
+        ([], ""),
+    ],
+)
+def test_where_the_trust_in_copies_cannot_be_read_none_is_removed_or_released(
+    run: Path, state: object, named: str
+) -> None:
+    (run / "job_state.json").write_text(json.dumps(state))
+    before = content(run)
+    prune = "prune", run, "--keep-last-n", "1"
+    for words in (("release", run, NAMES[0]), prune, (*prune, "--dry-run")):
+        done = ckpt(*words)
+        assert (done.returncode, done.stdout) == (ExitCode.RUN_FOLDER_UNUSABLE, ""), done.stderr
+        assert re.search(f"job_state.json.*{named}", done.stderr), done.stderr
+    for looked_at in (("ls", run), ("show", run, NAMES[0])):
+        done = ckpt(*looked_at, "--json")
+        assert (done.returncode, json.loads(done.stdout.splitlines()[0])["trust"]) == (0, None)
+        assert re.search(f"job_state.json.*{named}", done.stderr), done.stderr
+    assert content(run) == before
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)

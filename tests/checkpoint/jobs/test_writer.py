@@ -20,6 +20,7 @@ from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint
+from outlast.fields import FORMAT_VERSION
 from outlast.recovery.policy.events import Note, SaveLost
 from tests.support.jobs import DEADLINE, Job, saving, together
 from tests.support.launching import until
@@ -220,7 +221,10 @@ def cut(folder: Path) -> None:
 def older(folder: Path) -> None:
     """Make it what an outlast with another format has staged."""
     document = folder / "rank-00000-of-00001.json"
-    document.write_bytes(document.read_bytes().replace(b'{"format":2,', b'{"format":1,', 1))
+    ours, others = (b'{"format":%d,' % version for version in (FORMAT_VERSION, FORMAT_VERSION - 1))
+    content = document.read_bytes()
+    assert content.startswith(ours)
+    document.write_bytes(content.replace(ours, others, 1))
 
 
 @pytest.mark.parametrize("deed", [cut, older])

@@ -6,6 +6,7 @@ is not turned away, the change is.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from outlast.errors import (
     UsageError,
 )
 from outlast.observe.progress import working
+from outlast.observe.run_folder import CURES
 from outlast.observe.text import clean
 
 _NOTHING: Mapping[str, str] = {}
@@ -130,9 +132,11 @@ def release(target: Target, item: Item) -> str:
         CheckpointError: it cannot be read to the end.
         CheckpointMismatch: another version or another run wrote it.
         RunFolderBusy: a run goes on.
+        RunFolderUnusable: how far the run trusts its copies cannot be read.
         OSError: the file system refused.
     """
-    if not item.aside and item.name not in avoided(trusted(target)):
+    avoid = avoided(trusted(target))
+    if not item.aside and item.name not in avoid:
         raise UsageError(f"{item.name} is not in quarantine and no suspect; nothing was changed")
     with changing(target):
         pass
@@ -166,20 +170,35 @@ def _tell_the_run(target: Target, name: str) -> None:
 
 
 def trusted(target: Target) -> dict[str, tuple[str, str]]:
-    """Return how far the run trusts each copy, by place: a word, and why; empty when nothing is known."""
-    state = None if target.folder is None else target.folder.recall()
-    try:
-        return Copies.restored((state or {})["copies"], dict((state or {}).get("released", {}))).standing()
-    except (KeyError, TypeError, ValueError):
+    """Return how far the run trusts each copy, by place: a word, and why; empty: no launcher has kept that.
+
+    Raises:
+        RunFolderUnusable: a launcher has, and it cannot be read.
+    """
+    folder = target.folder
+    state = None if folder is None else folder.recall()
+    if folder is None or state is None:
         return {}
+    try:
+        return Copies.restored(state["copies"], dict(state.get("released", {}))).standing()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = "no trust in copies is kept there" if isinstance(error, KeyError) else str(error)
+        raise RunFolderUnusable(
+            f"{folder.job_state}: {why}; nothing was changed; {CURES[folder.job_state.name]}"
+        ) from error
 
 
 def look_over(target: Target, chosen: Iterable[Item]) -> list[Entry]:
     """Look at copies, without reading their tensors, and at how far the run trusts them.
 
-    What speaks against a copy in any tier goes first.
+    What speaks against a copy in any tier goes first. A trust that cannot be read is not known; a line on
+    standard error reports that.
     """
-    standing = trusted(target)
+    try:
+        standing = trusted(target)
+    except RunFolderUnusable as error:
+        standing = {}
+        sys.stderr.write(f"[outlast] how far the copies are trusted is not known: {clean(str(error))}\n")
     against = {_name(place): one for place, one in reversed(standing.items()) if one[0] in AGAINST}
     return [
         replace(look(item), trust=against.get(item.name, standing.get(f"{LOCAL}/{item.name}")))
@@ -220,7 +239,9 @@ def plan(target: Target, keep_last_n: int, keep_ancestors: int = 0) -> Plan:
 
     Raises:
         UsageError: copies of several runs are there, and nobody says which of them counts.
+        RunFolderUnusable: how far the run trusts its copies cannot be read.
     """
+    avoid = avoided(standing := trusted(target))
     entries = [look(item) for item in items(target) if not item.aside]
     whole = [entry for entry in entries if entry.copy.state is CopyState.WHOLE]
     runs = {entry.copy.run_id for entry in whole}
@@ -235,8 +256,6 @@ def plan(target: Target, keep_last_n: int, keep_ancestors: int = 0) -> Plan:
         for entry in entries
         if entry.copy.name not in ours
     }
-    standing = trusted(target)
-    avoid = avoided(standing)
     proven = [one for one in ours if standing.get(f"{LOCAL}/{one}", ("",))[0] == Trust.PROVEN.value]
     newest = max(proven, key=place_of, default="")
     began = {name: entry.copy.began for name, entry in ours.items()}
