@@ -30,7 +30,7 @@ def test_messages_pass_both_ways_in_order_over_one_connection() -> None:
         b.gets("a", 999)
         assert a.messages == [("b", n) for n in range(1, 1000)]
         assert b.messages == [("a", n) for n in range(1000)]
-        a.until(lambda _: sockets() - before == 2)
+        a.until(lambda _: len(sockets() - before) == 2)
         counters = a.post.counters()
         assert (counters.sent, counters.received, counters.dropped, counters.refused) == (1000, 999, 0, {})
         assert counters.sent_bytes > 1000 * len('{"n":0}')
@@ -89,7 +89,7 @@ def test_two_that_dial_each_other_at_once_have_one_connection(first: str) -> Non
             other.post.send(one.post.name, {"n": attempt}, one.address)
             one.gets(other.post.name, attempt)
             other.gets(one.post.name, attempt)
-            one.until(lambda _: sockets() - before == 2)
+            one.until(lambda _: len(sockets() - before) == 2)
             still_well(one, other)
             still_well(other, one)
             assert one.refused == other.refused == []
@@ -108,7 +108,7 @@ def test_a_knock_at_a_known_peer_uses_the_connection_that_there_is() -> None:
             b.post.knock(a.address, {"n": n})
             b.gets("a", n)
             a.gets("b", n)
-        a.until(lambda _: sockets() - before == 2)
+        a.until(lambda _: len(sockets() - before) == 2)
         still_well(a, b)
         assert a.refused == b.refused == []
 
