@@ -13,7 +13,7 @@ from outlast.checkpoint.checkpointer import Identity
 from outlast.checkpoint.context import SaveContext
 from outlast.checkpoint.load.restorer import Restorer
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_later
 from outlast.checkpoint.tiers.inventory import inspect
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.config import CheckpointOptions
@@ -85,7 +85,7 @@ def test_the_same_step_is_loaded_from_another_tier_that_holds_other_bytes(other:
 
 
 def test_suspects_are_loaded_when_nothing_else_is_left(same: Tiers) -> None:
-    assert same.load(of_generation(1, "a nan"))[0] == 20
+    assert same.load(of_later(1, 0, CopyStatus.SUSPECT, "a nan"))[0] == 20
     (loaded,) = (one for one in same.records if isinstance(one, Loaded))
     assert "a nan" in loaded.reason
 

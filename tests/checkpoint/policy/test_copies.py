@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.copies import CLEAN_STEPS, NON_FINITE, Copies, Faulted, Trust, TrustChange
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, marks_for, of_later
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, marks_for, of_later, removals
 from outlast.recovery.policy.actions import evidence_of
 from outlast.recovery.policy.events import Fault, FaultKind
 
@@ -70,7 +70,7 @@ def changes(copies: Copies) -> list[tuple[str, str]]:
 C80, C100 = copy_name(80, 1), copy_name(100, 1)
 L80, L90, L100, M100 = place("local", 80), place("local", 90), place("local", 100), place("memory", 100)
 R100, L102, M102 = place("replica", 100), place("local", 102, 2), place("memory", 102, 2)
-L92, L7 = place("local", 92, 3), place("local", 7, 0)
+L92, L107 = place("local", 92, 3), place("local", 107, 0)
 M10 = place("memory", 10)
 NAN = Faulted(103, NON_FINITE, "NonFinite: loss is nan", speaks=True)
 ANY = "it comes on any state"
@@ -79,6 +79,20 @@ TWICE = (commit(L100), load(L100), bad(103), load(L100, generation=3), bad(103))
 CLEARED = (load(L100), fault(NAN), clear(NAN, ANY))
 ALIKE = "x" * 500
 LOST = Faulted(103, "lost", "n1")
+# A generation that goes back to a copy of its own, and another one that loads a second training.
+L200, L300, L304, L400 = (place("local", step) for step in (200, 300, 304, 400))
+PATH = (
+    *(begin(1), commit(L100), clean(150), commit(L200), clean(220)),
+    commit(L300),
+    clean(320),
+    commit(L400),
+)
+BACK = (*PATH, load(L300, generation=1), commit(L304))
+G200, G304 = place("global", 200), place("global", 304)
+A100, A200, B300 = f"a:{place('local', 100, 0)}", f"a:{L200}", f"b:{place('local', 300, 0)}"
+PAIR = (load(A100, generation=1), commit(A200), clean(220), load(B300, generation=1))
+DIFFER = Faulted(305, "corrupt", "x", agreed=-1, speaks=True)
+BEFORE = {L100: "proven", L200: "proven", L300: SUSPECT, L400: "committed"}
 # What happens -> how far the copies named are trusted.
 TURNS: dict[str, tuple[tuple[Turn, ...], dict[str, str | None]]] = {
     "loaded": ((load(L100),), {L100: "verified"}),
@@ -119,7 +133,7 @@ TURNS: dict[str, tuple[tuple[Turn, ...], dict[str, str | None]]] = {
         {L102: SUSPECT, L92: "committed"},
     ),
     "its generation, proven": ((load(L80), commit(L102), clean(130), bad(99)), {L102: "proven"}),
-    "generation 0": ((load(L100, generation=0), bad(101), commit(L7)), {L7: SUSPECT}),
+    "generation 0": ((load(L100, generation=0), bad(101), commit(L107)), {L107: SUSPECT}),
     "a generation that ended well": (
         (load(L100), commit(L102), fault(LOST), load(L100, generation=3), bad(101)),
         {L100: SUSPECT, L102: "committed"},
@@ -145,6 +159,19 @@ TURNS: dict[str, tuple[tuple[Turn, ...], dict[str, str | None]]] = {
         (load(L100), fault(Faulted(103, "corrupt", "x", agreed=-1, speaks=True)), commit(L102)),
         {L100: SUSPECT, L102: "quarantined"},
     ),
+    "a rollback that fails": ((*BACK, bad(305)), {**BEFORE, L304: SUSPECT}),
+    "replicas that differ after a rollback": ((*BACK, fault(DIFFER)), {**BEFORE, L304: "quarantined"}),
+    "heard of after it": ((*BACK, bad(305), commit(G200), commit(G304)), {G200: "committed", G304: SUSPECT}),
+    "of the path before a rollback": (
+        (*BACK, clean(450)),
+        {L300: "proven", L304: "proven", L400: "committed"},
+    ),
+    "saved again after a rollback": ((*BACK, commit(L400), clean(420)), {L400: "proven"}),
+    "another training that is bad": ((*PAIR, bad(305)), {A100: "proven", A200: "proven", B300: SUSPECT}),
+    "loaded and saved again": (
+        (load(L100), commit(place("local", 100, 2)), clean(150), fault(DIFFER)),
+        {L100: "proven", place("local", 100, 2): "quarantined"},
+    ),
     "cleared": (CLEARED, {L100: "committed"}),
     "cleared, and again": ((*CLEARED, load(L100), bad(103)), {L100: SUSPECT}),
     "other faults are not cleared": ((load(L100), bad(103, "x"), clear(NAN, ANY)), {L100: SUSPECT}),
@@ -163,6 +190,18 @@ def test_how_far_copies_are_trusted(turn: str) -> None:
     turns, expected = TURNS[turn]
     found = words(after(*turns))
     assert {one: found.get(one) for one in expected or found} == expected
+
+
+@pytest.mark.parametrize("end", [bad(305), fault(DIFFER)])
+def test_a_rollback_that_fails_speaks_against_nothing_that_was_saved_before_it(end: Turn) -> None:
+    copies = after(*BACK, remove(L400), end)
+    assert (copies.has_trusted(), copies.newest_durable()) == (True, 200)
+    for known in (copies, heir_of(copies)):
+        marks, names = Marks(known.marks()), [copy_name(step, 1) for step in (100, 200, 300, 304)]
+        assert list(filter(marks.doubted, names)) == names[2:]
+        assert marks.proven == {names[1]}
+        gone = removals(dict.fromkeys(names), 1, (), known.marks())
+        assert [one.name for one in gone] == [names[0], *names[2:]]
 
 
 def test_reasons_name_what_they_are_about() -> None:
@@ -184,17 +223,17 @@ def test_a_released_copy_is_one_until_something_speaks_against_it_again(end: Tur
 
 def test_a_cleared_load_clears_the_generation_that_began_with_it_alone() -> None:
     copies = after(commit(L90), load(L100), bad(101, "x"), load(L90, generation=3), commit(L92), bad(91))
-    assert {"*/*.g2", "*/*.g3", L90, L92, L100} == marked(copies).keys()
+    assert {"*/>99.g2", "*/>89.g3", L90, L92, L100} == marked(copies).keys()
     copies.clear_suspicion(NAN, ANY)
-    assert marked(copies).keys() == {"*/*.g2", "*/*.g3", L90, L92, L100}, "another fault"
+    assert marked(copies).keys() == {"*/>99.g2", "*/>89.g3", L90, L92, L100}, "another fault"
     copies.clear_suspicion(Faulted(500, NON_FINITE, "nan"), ANY)
     suspect, released = CopyStatus.SUSPECT, CopyStatus.RELEASED
-    assert marked(copies) == {L100: suspect, "*/*.g2": suspect, L90: released, L92: released}
+    assert marked(copies) == {L100: suspect, "*/>99.g2": suspect, L90: released, L92: released}
     assert changes(copies)[-2:] == [(L90, "released"), (L92, "released")]
     copies.commit(place("local", 94, 3))
     assert words(copies)[place("local", 94, 3)] == "committed", "nor is what comes later a suspect"
     heir = heir_of(copies, **{C100: "x"})
-    assert "*/*.g2" in marked(heir), "one copy was released"
+    assert "*/>99.g2" in marked(heir), "one copy was released"
 
 
 @pytest.mark.parametrize(
@@ -225,14 +264,14 @@ def test_what_is_kept_stays_small_however_long_the_job_runs_and_knows_the_latest
         after(*turns, copies=copies)
     state = copies.state()
     assert (len(state["copies"]), len(state["copies"][L90]["outcomes"])) == (256, 8)
-    general = [one for one in marked(copies) if one.startswith("*")]
-    assert (general[-1], len(general)) == ("*/*.g999", 8)
+    general = [one for one in marked(copies) if ">" in one]
+    assert (general[-1], len(general)) == ("*/>89.g999", 8)
     assert len(copies.marks()) < 64, "the environment of a process is not endless"
     assert words(after(load(L90), bad(91, "fault 999"), copies=copies))[L90] == "quarantined"
     for generation in range(1000, 1100):
         end = fault(Faulted(95, "corrupt", "x", agreed=92, speaks=True))
         after(load(L80, generation=generation), end, copies=copies)
-    later = [one for one in marked(copies) if ">" in one]
+    later = [one for one in marked(copies) if one.startswith("*/>92")]
     assert (later[-1], len(later)) == ("*/>92.g1099", 8)
 
 
@@ -306,10 +345,12 @@ def test_digests_do_not_make_the_same_difference_another_fault() -> None:
 
 
 def test_which_copies_the_mark_of_later_ones_is_about() -> None:
-    mark = Mark.parse(of_later(7, 14, "they differ").to_text())
+    mark = Mark.parse(of_later(7, 14, CopyStatus.QUARANTINED, "they differ").to_text())
     names = (copy_name(15, 7), copy_name(14, 7), copy_name(15, 17), "no copy at all")
     assert [mark.covers("memory", name, "") for name in names] == [True, False, False, False]
-    assert Mark.parse(of_later(7, -1, "").to_text()).covers("local", copy_name(0, 7), "")
+    assert Mark.parse(of_later(7, -1, CopyStatus.QUARANTINED, "").to_text()).covers(
+        "local", copy_name(0, 7), ""
+    )
 
 
 @pytest.mark.parametrize(("digest", "expected"), [("ab", CopyStatus.QUARANTINED), ("cd", CopyStatus.SUSPECT)])
@@ -586,6 +627,6 @@ def test_trainings_of_one_job_know_nothing_of_each_others_copies() -> None:
 
 
 def test_a_mark_of_a_generation_is_for_all_trainings() -> None:
-    general, bare = f'*/*.g{7}|suspect||"why"', C80
+    general, bare = f'*/>89.g{7}|suspect||"why"', C80
     assert marks_for((general, bare), "") == (general, bare)
     assert marks_for((general, bare), "a") == (general,)

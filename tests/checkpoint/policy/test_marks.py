@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.policy.manifest import copy_name
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_generation, removals, strictness
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, Marks, of_later, removals, strictness
 
 NAME = copy_name(20, 1)
 
@@ -13,7 +13,7 @@ NAME = copy_name(20, 1)
 @given(
     st.builds(
         Mark,
-        st.sampled_from([f"local/{NAME}", f"*/{NAME}", "*/*.g7"]),
+        st.sampled_from([f"local/{NAME}", f"*/{NAME}", "*/>10.g7"]),
         st.sampled_from(CopyStatus),
         st.sampled_from(["", "ab12"]),
         st.text(max_size=99),
@@ -49,8 +49,9 @@ def test_which_copies_a_mark_is_about() -> None:
     assert not replica.covers("replica/n2", NAME, "")
     assert Marks([replica.to_text()]).doubted(NAME)
     assert Mark.parse(NAME).covers("anything", NAME, "")
-    path = of_generation(7, "")
+    path = of_later(7, 98, CopyStatus.SUSPECT, "")
     assert path.covers("local", copy_name(99, 7), "")
+    assert not path.covers("local", copy_name(98, 7), "")
     assert not path.covers("local", copy_name(99, 17), "")
 
 

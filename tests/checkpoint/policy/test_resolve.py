@@ -123,7 +123,7 @@ def test_a_copy_that_one_rank_does_not_see_is_left_where_it_is() -> None:
 
 def test_suspects_are_tried_when_nothing_else_is_left() -> None:
     mark = Mark(f"local/{copy_name(20, 1)}", reason="non-finite 3 steps after it was loaded")
-    found = answer(everywhere(whole(10), whole(20), whole(30, 2)), mark.to_text(), "*/*.g2")
+    found = answer(everywhere(whole(10), whole(20), whole(30, 2)), mark.to_text(), '*/>20.g2|suspect||""')
     assert [(plan.step, plan.suspect) for plan in found.plans] == [(10, False), (30, True), (20, True)]
     assert all(one in found.plans[0].reason for one in ("step-000000020.g1", "step-000000030.g2"))
     assert mark.reason in found.plans[2].reason

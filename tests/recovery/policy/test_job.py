@@ -393,7 +393,7 @@ def test_a_fault_that_comes_back_after_the_end_of_a_run_makes_no_suspects() -> N
         ({"own": -2}, ValueError),
         ({"complete": -2}, ValueError),
         ({"knows_steps": 1}, TypeError),
-        ({"copies": {**suspicious().state()["copies"], "version": 2}}, ValueError),  # a newer version's
+        ({"copies": {**suspicious().state()["copies"], "version": 3}}, ValueError),  # a newer version's
     ],
 )
 def test_a_state_that_cannot_be_is_refused(changes: dict[str, object], error: type[Exception]) -> None:

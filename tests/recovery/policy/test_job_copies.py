@@ -31,7 +31,7 @@ from tests.recovery.policy.builders import (
     suspicious,
 )
 
-SUSPECTS = [f"local/{name(20)}", f"local/{name(24, 2)}", "*/*.g2"]
+SUSPECTS = [f"local/{name(20)}", f"local/{name(24, 2)}", "*/>19.g2"]
 
 
 def against(decider: JobDecider) -> list[str]:
@@ -58,7 +58,12 @@ def test_a_fault_that_came_back_makes_what_was_loaded_a_suspect_and_all_that_cam
     committed(loads(decider, 20), 20, 24, generation=2)
     action = hit(decider)
     assert (action.state, action.avoid) == ("older", decider.avoid)
-    assert against(decider) == [f"local/{name(20)}", f"local/{name(20, 2)}", f"local/{name(24, 2)}", "*/*.g2"]
+    assert against(decider) == [
+        f"local/{name(20)}",
+        f"local/{name(20, 2)}",
+        f"local/{name(24, 2)}",
+        "*/>19.g2",
+    ]
     committed(decider, 26, generation=2)
     assert f"local/{name(26, 2)}" in against(decider), "the saver was late with it"
     assert hit(loads(decider, 10)).kind == "stop"
@@ -93,7 +98,7 @@ def test_copies_that_are_gone_are_no_older_state_and_no_suspects() -> None:
     assert hit(decider).kind == "stop"
     other = suspicious()
     other.handle(CopyGone(name(24, 2)), 0.0)
-    assert against(other) == [f"local/{name(20)}", "*/*.g2"]
+    assert against(other) == [f"local/{name(20)}", "*/>19.g2"]
     third = committed(job(), 10, 20)
     hit(third)
     loads(third, 20)
@@ -117,7 +122,7 @@ def test_a_number_that_is_not_finite_soon_after_a_load_makes_a_suspect_the_first
     decider = resumed(10, 20)
     decider.handle(StepsDone(23), 0.0)
     action = hit(decider, 23, "non-finite")
-    assert (action.state, against(decider)) == ("older", [f"local/{name(20)}", "*/*.g2"])
+    assert (action.state, against(decider)) == ("older", [f"local/{name(20)}", "*/>19.g2"])
     assert f"local/{name(20)}" in action.reason
     loads(decider, 10)
     decider.handle(StepsDone(30), 0.0)
@@ -213,7 +218,7 @@ def test_only_so_many_copies_are_remembered_and_those_after_the_end_are_known() 
 
 def test_what_a_person_released_is_no_suspect_to_the_next_launcher() -> None:
     decider = heir(suspicious(), released={name(20): "looked at"})
-    assert against(decider) == [f"local/{name(24, 2)}", "*/*.g2"]
+    assert against(decider) == [f"local/{name(24, 2)}", "*/>19.g2"]
     assert Marks(decider.avoid).of("local", name(20)) is None
     (change,) = decider.trust_changes()
     assert (change.place, change.trust, change.reason) == (f"local/{name(20)}", "released", "looked at")

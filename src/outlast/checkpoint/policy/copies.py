@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from outlast import codec
 from outlast.checkpoint.policy.manifest import parse_copy_name, place_of, tier_of, training_of
-from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_generation, of_later
+from outlast.checkpoint.policy.resolve import CopyStatus, Mark, of_later
 from outlast.codec import Malformed, Meta
 from outlast.recovery.policy.events import FaultKind
 
@@ -126,7 +126,7 @@ class _State:
     Args:
         version: of this.
         copies: by place, in the order in which they were heard of.
-        doubted: generations, with the copy that each began with.
+        doubted: generations, with the copy that each has loaded last.
         diverged: generations, with the step after which replicas last held the same.
     """
 
@@ -147,7 +147,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: dict[str, _Copy] = {}
-        self._doubted: dict[int, str] = {}
+        self._doubted: dict[int, str] = {}  # what a generation saved after it has loaded this copy
         self._diverged: dict[int, int] = {}
         self._generation = -1
         self._began: int | None = None  # completed steps of what the present generation has loaded
@@ -182,8 +182,10 @@ class Copies:
             return
         if agreed is not None and step > agreed:
             self._set(place, Trust.QUARANTINED, _diverged_after(agreed))
-        elif generation in self._doubted and copy.trust is not Trust.SUSPECT:
-            self._set(place, Trust.SUSPECT, _begun_with(self._doubted[generation]))
+            return
+        begin = self._doubted.get(generation, "")
+        if begin and step > _last_before(begin, generation) and copy.trust is not Trust.SUSPECT:
+            self._set(place, Trust.SUSPECT, _begun_with(begin))
 
     def _set(self, place: str, trust: Trust, reason: str) -> None:
         copy = self._copies[place]
@@ -264,7 +266,9 @@ class Copies:
             return
         if fault.agreed is not None:
             # Of what this generation saved before the load the fault says nothing.
-            self._diverged[generation] = max(fault.agreed, began or -1)
+            self._diverged[generation] = max(
+                fault.agreed, _last_before(loaded[0], generation) if loaded else -1
+            )
             _trim(self._diverged, _DOUBTED_KEPT)
         was_alike = fault.agreed is not None and fault.agreed >= began  # what was loaded was compared, too
         soon = fault.speaks and reached - began < CLEAN_STEPS and not was_alike
@@ -362,8 +366,14 @@ class Copies:
                 Mark(place, CopyStatus(copy.trust.value), copy.digest, copy.reason)
                 for place, copy in ((place, self._copies[place]) for place in against)
             ),
-            *(of_generation(one, _begun_with(begin)) for one, begin in self._doubted.items()),
-            *(of_later(one, agreed, _diverged_after(agreed)) for one, agreed in self._diverged.items()),
+            *(
+                of_later(one, _last_before(begin, one), CopyStatus.SUSPECT, _begun_with(begin))
+                for one, begin in self._doubted.items()
+            ),
+            *(
+                of_later(one, agreed, CopyStatus.QUARANTINED, _diverged_after(agreed))
+                for one, agreed in self._diverged.items()
+            ),
             *(Mark(place, CopyStatus.RELEASED) for place in released[-_MARKED:]),
             *(Mark(place, CopyStatus.PROVEN) for place in _newest_of_each(proven, 1)),
             *(Mark(place, CopyStatus.DURABLE) for place in _newest_of_each(durable, _NAMED)),
@@ -391,7 +401,8 @@ class Copies:
         Raises:
             ValueError: the state is not one of ours.
         """
-        if (version := state.get("version")) != _VERSION:
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != _VERSION:
             raise ValueError(f"trust in copies is kept in version {version!r}, this one knows {_VERSION}")
         try:
             found = codec.convert(state, _State)
@@ -417,14 +428,19 @@ def _newest_of_each(places: Iterable[str], count: int) -> list[str]:
     return [place for those in found.values() for place in those[-count:]]
 
 
+def _last_before(place: str, generation: int) -> int:
+    """Return the last step that a generation may have saved before it loaded a copy."""
+    step, saved = _age(place)
+    return step if saved == generation else step - 1  # of another's the same step may be saved again
+
+
 def _begun_with(place: str) -> str:
     return f"saved on the path that began with {place}, which is not to be trusted"
 
 
 def _diverged_after(agreed: int) -> str:
-    if agreed < 0:
-        return "saved by ranks that should hold the same and do not"
-    return f"saved after step {agreed}, when ranks last held what they should hold alike"
+    since = f" after step {agreed}" if agreed >= 0 else ""
+    return f"saved{since} by ranks that should hold the same and did not"
 
 
 def _trim(found: dict[Any, Any], keep: int) -> None:

@@ -46,8 +46,8 @@ class Mark:
     """What is said of one copy, or of all that a generation saved.
 
     Args:
-        place: ``tier/name``; with ``*`` for the tier, in every one; ``*/*.g7``: whatever generation 7 saved;
-            ``*/>120.g7``: whatever it saved after more than 120 steps.
+        place: ``tier/name``; with ``*`` for the tier, in every one; ``*/>120.g7``: whatever generation 7
+            saved after more than 120 steps.
         bearing: what is said.
         digest: of the manifest of what was loaded from there; a copy of that name with that digest in another
             tier holds the same bytes, so the mark covers it too. Empty: not known.
@@ -61,8 +61,8 @@ class Mark:
 
     @property
     def is_general(self) -> bool:
-        """Whether it is about all that a generation saved."""
-        return self.name.startswith((f"{ANYWHERE}.g", _LATER))
+        """Whether it is about all that a generation saved after a step."""
+        return self.name.startswith(_LATER)
 
     @property
     def name(self) -> str:
@@ -94,9 +94,7 @@ class Mark:
 
     def covers(self, tier: str, name: str, digest: str) -> bool:
         """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
-        if self.name.startswith(f"{ANYWHERE}.g"):
-            return name.endswith(self.name.removeprefix(ANYWHERE))
-        if self.name.startswith(_LATER):
+        if self.is_general:
             after, _, generation = self.name.removeprefix(_LATER).partition(".g")
             found = parse_copy_name(name)
             return found is not None and found[0] > int(after) and found[1] == int(generation)
@@ -105,14 +103,9 @@ class Mark:
         return self.place.rpartition("/")[0] in (ANYWHERE, tier) or (bool(digest) and digest == self.digest)
 
 
-def of_generation(generation: int, reason: str) -> Mark:
-    """Return the mark of whatever a generation saved, known or not: all of it lies on one path."""
-    return Mark(f"{ANYWHERE}/{ANYWHERE}.g{generation}", reason=reason)
-
-
-def of_later(generation: int, after: int, reason: str) -> Mark:
-    """Return the mark that keeps from being loaded what a generation saved after a step, known or not."""
-    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", CopyStatus.QUARANTINED, reason=reason)
+def of_later(generation: int, after: int, bearing: CopyStatus, reason: str) -> Mark:
+    """Return the mark of whatever a generation saved after a step, known or not."""
+    return Mark(f"{ANYWHERE}/{_LATER}{after}.g{generation}", bearing, reason=reason)
 
 
 def marks_for(texts: Iterable[str], training: str) -> tuple[str, ...]:
