@@ -196,6 +196,48 @@ def test_parts_of_a_registered_type_keep_their_keys_while_they_keep_their_places
     assert [one is other for one, other in itertools.pairwise(forms)] == [True, False]
 
 
+def test_a_codec_that_makes_its_tensors_anew_is_asked_once_a_capture_and_those_of_one_walk_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def take_apart(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        alive.append(sum(one() is not None for one in made))
+        found = torch.empty(1000 + len(made))  # of another size, and so at another address
+        made.append(weakref.ref(found))
+        return {"value": found}
+
+    monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
+    codecs.register_codec(torch.nn.Parameter, take_apart, lambda one: one["value"])
+    capturer, box = Capturer(), {"p": torch.nn.Parameter(torch.ones(2))}
+    for _ in range(5):
+        capturer.capture({"box": box})
+    assert len(made) == 5 + 1, "once, and once more where the first change of its form is found"
+    assert alive == [0] * len(made)
+
+
+class Basis:
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Basis.compared += 1
+        return isinstance(other, Basis)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_what_was_derived_from_an_equal_basis_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Basis, "compared", 0)
+    derived, made = state.Derived[object](), []
+    for basis in (Basis(), *[Basis()] * 3):
+        made.append(derived.of(basis, object))
+    assert (len(set(map(id, made))), Basis.compared) == (1, 1)
+    assert derived.of(None, object) is not made[0]
+
+
 def test_objects_that_make_their_tensors_anew_are_captured_each_time() -> None:
     capturer, state = Capturer(), {"anew": Anew(), "box": {"n": 0}}
     for number in range(20):

@@ -255,6 +255,7 @@ class Capturer:
 
     def __init__(self) -> None:
         self._form: _Form | None = None
+        self._settled = True  # the two captures before were of one form, as far as there were two
         self._keys = _Keys([], {}, {})
         self._stepped: tuple[object, dict[str, list[Parameter]]] = (None, {})  # names and form, parameters
 
@@ -270,14 +271,16 @@ class Capturer:
         live = LiveState.of(state)
         contents = {name: live.content(name) for name in live}
         known, self._form = self._form, None
-        walk = _Walk(contents, () if known is None else known.places)
+        same = known is not None and self._settled  # else codecs would be called twice at each capture
+        walk = _Walk(contents, known.places if known is not None and same else ())
         form = _Form.of(walk, live)
         if form is None or form != known:
-            if known is not None:
+            if same:
                 del walk, form  # codecs may have made tensors for it
                 walk = _Walk(contents)  # other captures have what stands for the tensors of this one
                 form = _Form.of(walk, live)
             self._keys = _Keys.of(walk)
+            self._settled = known is None or form == known
             for name, holder in live.items():
                 _require_writable(name, holder, contents[name])
         self._form = form
