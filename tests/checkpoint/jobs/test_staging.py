@@ -25,7 +25,7 @@ from outlast.checkpoint.save import staging as stager
 from outlast.checkpoint.save.buffers import Buffers
 from outlast.checkpoint.save.sharing import NO_PART
 from outlast.checkpoint.save.staging import Order, RankLayout, Stager, Taken
-from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage
+from outlast.checkpoint.tiers.memory_folder import MemoryFolder, Stage, staged_file
 from outlast.fields import Fields
 from tests.support import changes
 from tests.support.jobs import DEADLINE, Job
@@ -96,6 +96,34 @@ def test_a_state_is_staged_where_no_thread_can_be_started(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for step in (1, 2):
         assert same(staging.content(step, state, lazily), expected(state))
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["after the start", "before the start"])
+def test_a_signal_while_the_thread_of_a_save_starts_leaves_no_save_unknown(
+    staging: Staging, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, leave, over = threading.Thread.start, Stager._leave_record, threading.Event()
+
+    def interrupted(self: threading.Thread) -> None:
+        if runs or self.name != "staging":
+            start(self)
+        if self.name == "staging":
+            raise KeyboardInterrupt
+
+    def later(*given: Any) -> None:
+        assert over.wait(DEADLINE)
+        leave(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        patch.setattr(Stager, "_leave_record", later)
+        with pytest.raises(KeyboardInterrupt):
+            staging.content(1, {"box": {"one": torch.ones(3)}}, lazily=True)
+    monkeypatch.setattr(stager, "_COPY_PATIENCE", DEADLINE if runs else 0.5)
+    threading.Timer(0.2, over.set).start()
+    staging.stager.close()
+    assert (staging.stage.staging(copy_name(1, 1), "session") / staged_file(0, 1)).exists() is runs
+    staging.stager.fence()
 
 
 def same(one: Any, other: Any) -> bool:

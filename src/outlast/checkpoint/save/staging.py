@@ -40,6 +40,7 @@ from outlast.checkpoint.content.typed_json import Encoder
 from outlast.checkpoint.policy.manifest import Identity, alike_files, copy_name, rank_files
 from outlast.checkpoint.policy.table import TensorEntry
 from outlast.checkpoint.save.buffers import Buffer, Buffers
+from outlast.checkpoint.save.rendezvous import poll
 from outlast.checkpoint.save.sharing import Share, digesters
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder, staged_file
 from outlast.errors import CheckpointError
@@ -47,6 +48,7 @@ from outlast.files import when_there_is_room, write_whole
 
 _COPY_PATIENCE = 600.0
 _EXIT_PATIENCE = 30.0
+_START_SECONDS = 1.0  # in which a thread that the system has started is at work
 _ROOM_SECONDS = 30.0  # that a record waits for room in memory; what it is about is there already
 
 
@@ -309,16 +311,17 @@ class Stager:
             copying = _Copying(taken, files, unclaim.pop_all(), late, marks, moment, cursor)
         self._copy(self._threads, copying, late=False)
         blocked = time.monotonic() - taken.began
-        self._copied.clear()
         # also where nothing is late: who wakes the writer may have to wait behind it
         thread = threading.Thread(target=self._finish, args=(copying, blocked), name="staging", daemon=True)
         self._finishing = thread  # before it runs: a signal's handler may raise, and close() must know it
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends, or the system refuses another thread
-            self._finish(copying, blocked)
+            self._copied.clear()
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, or the system refuses another thread
+                self._finish(copying, blocked)
         except BaseException:
-            if thread.ident is None:  # it does not run, and nothing else ends the wait for the copy
+            if not poll(lambda: thread.ident is not None, _START_SECONDS):  # nothing else ends the wait
                 self._copied.set()
             raise
         return waited
