@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import random
@@ -22,7 +24,7 @@ from outlast.checkpoint.content.digest import CHUNK_BYTES, file_digest
 from outlast.checkpoint.policy.manifest import COMMIT, MANIFEST, Manifest, copy_name, rank_files
 from outlast.checkpoint.policy.resolve import CopyState
 from outlast.checkpoint.tiers.inventory import inspect
-from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError
+from outlast.checkpoint.tiers.object_access import Failure, Limits, ObjectStoreError, Store
 from outlast.checkpoint.tiers.remote import ObjectTier, get
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.fields import DamagedCopy
@@ -302,3 +304,17 @@ def test_a_copy_of_more_files_than_a_listing_has(bucket: Bucket) -> None:
     assert (found.state, found.damage and found.damage.file) == (CopyState.DAMAGED, last)
     tier.discard(COPY)
     assert (tier.names(), bucket.paths()) == ([], [])
+
+
+def test_a_timeout_of_the_work_itself_is_not_taken_for_one_of_the_store() -> None:
+    store = Store("memory://", {}, "global", Limits(request=0.1, retry_for=0.1))
+
+    async def works() -> None:
+        raise OSError(errno.ETIMEDOUT, "a local disk")
+
+    with pytest.raises(TimeoutError, match="a local disk") as local:
+        store.run(works())
+    assert not isinstance(local.value, ObjectStoreError)
+    with pytest.raises(ObjectStoreError) as late:
+        store.run(asyncio.sleep(DEADLINE))
+    assert late.value.kind is Failure.TIMED_OUT

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.tools.replay import Bracket, Plan, bisect, plan
+from outlast.checkpoint.policy.manifest import copy_name
+from outlast.checkpoint.policy.resolve import Copy, CopyState
+from outlast.checkpoint.tiers.tier import DirectoryTier
+from outlast.checkpoint.tools.listing import Entry, Item, Target
+from outlast.checkpoint.tools.replay import Bracket, Left, Plan, _Replay, bisect, plan
+from outlast.observe.run_folder import RunFolder
 
 STEPS = st.sets(st.integers(1, 500), min_size=1, max_size=80).map(sorted)
 
@@ -110,3 +116,18 @@ def test_what_cannot_be_compared_is_named(
     found = plan(copies, set(), start, end)
     assert isinstance(found, str)
     assert all(word in found for word in named)
+
+
+@pytest.mark.parametrize(("worlds", "ranks"), [({4: 8, 12: 4, 8: 8}, 4), ({4: 2}, 2), ({}, 1)], ids=str)
+def test_a_run_is_replayed_with_the_ranks_of_its_newest_copy(
+    worlds: dict[int, int], ranks: int, tmp_path: Path
+) -> None:
+    tier = DirectoryTier(tmp_path)
+    names = {step: copy_name(step, 1) for step in worlds}
+    copies = {
+        step: Entry(Item(tier, name), Copy(name, CopyState.WHOLE, world_size=worlds[step]), None)
+        for step, name in names.items()
+    }
+    target = Target(tier, RunFolder(tmp_path), "run")
+    replay = _Replay(target, Left(copies, {}), Plan(0, "", (), (), 1, 1), (), tmp_path)
+    assert replay._ranks == ranks

@@ -6,13 +6,16 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from outlast.checkpoint import checkpointer
 from outlast.checkpoint.checkpointer import Checkpointer
 from outlast.checkpoint.content.transfers import CopyPlan
 from outlast.checkpoint.policy.manifest import copy_name
@@ -211,6 +214,31 @@ def test_a_save_for_which_no_buffer_comes_free_is_lost_and_training_goes_on(node
     lost = [record.reason for record in node.records if isinstance(record, SaveLost)]
     assert len(lost) == 1
     assert "0.2" in lost[0]
+
+
+@pytest.mark.parametrize(("seconds", "notes"), [(1.9, 0), (2.1, 1)])
+def test_a_long_wait_for_a_buffer_is_reported_without_the_wait_for_the_copy_before(
+    seconds: float, notes: int, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, job = [100.0], Job(0)
+    saver = node.join(job)
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    def stage(*_: object) -> float:
+        for step in (0.0, seconds, 0.0):
+            passes(step)
+            saver._nudge()
+        return seconds
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+        patch.setattr(saver._stager, "fence", lambda: passes(30.0))
+        patch.setattr(saver._stager, "stage", stage)
+        assert saver.stage(Order(1, False, "a test"), job.state)
+    found = [one for one in node.records if isinstance(one, Note) and "waits for a free" in one.reason]
+    assert len(found) == notes
 
 
 def cut(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -23,9 +25,9 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer import __main__ as writer_main
 from outlast.checkpoint.writer.__main__ import Predecessor
 from outlast.checkpoint.writer.durable import seal
-from outlast.checkpoint.writer_process import STILL, lock_holder, own
+from outlast.checkpoint.writer_process import STILL, Owner, lock_holder, own
 from outlast.config import CheckpointOptions
-from outlast.errors import NoUsableCheckpoint
+from outlast.errors import NoUsableCheckpoint, RunFolderUnusable
 from outlast.ipc.processes import state_of
 from tests.support.jobs import (
     DEADLINE,
@@ -387,6 +389,34 @@ def test_only_a_writer_that_stands_still_without_an_owner_is_ended(
         finally:
             process.kill()
             os.close(owner)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), RunFolderUnusable("a link")], ids=str)
+def test_a_writer_that_waits_outlives_locks_that_do_not_work_for_a_while(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockf, left = fcntl.lockf, [3]
+
+    def refused(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOLCK, "no locks")
+        lockf(*given)
+
+    def nobody_knows(_: object) -> int:
+        raise error
+
+    folder = MemoryFolder(tmp_path / "memory")
+    descriptor, byte = own(folder.root)
+    link, end = os.pipe()
+    monkeypatch.setattr(writer_main.fcntl, "lockf", refused)
+    monkeypatch.setattr(writer_main, "lock_holder", nobody_knows)
+    predecessor = Predecessor(folder.root, folder.lock, byte, lambda _: None)
+    lock = writer_main._only_saver(folder, Owner(link, byte), predecessor)
+    for one in (lock, link, end, descriptor):
+        assert one >= 0
+        os.close(one)
+    assert left[0] == -1
 
 
 def switches(pid: int) -> list[str]:

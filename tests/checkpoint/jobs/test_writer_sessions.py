@@ -12,10 +12,10 @@ import pytest
 from outlast.checkpoint.policy.joint import Complete
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.replica.handshake import NOBODY
-from outlast.checkpoint.tiers.memory_folder import Members, Peer, Status, Together
+from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together, staged_file
 from outlast.checkpoint.writer.committer import CopyCommitter
 from outlast.checkpoint.writer.durable import Task, Tasks
-from outlast.recovery.policy.events import Record, Saved
+from outlast.recovery.policy.events import Record, Saved, SaveLost
 
 NAME = copy_name(40, 1)
 COMPLETE = Complete(NAME, blocked=0.5, session="first")
@@ -66,5 +66,27 @@ def test_it_counts_for_no_step_of_the_next_session(
         assert saved == ([(40, 0)] if leads and (kind, job) == ("commit", done) else [])
         if committer.team is not None and committer.team.leader is not None:
             assert committer.team.leader.answer.durable_step == -1  # step 35 of this session is to be saved
+    finally:
+        committer.close()
+
+
+@pytest.mark.parametrize(
+    "record", ['{"ranks": [0], "world_size": 1, "durable": true, "error": "refused"}', "{", "no JSON"]
+)
+def test_a_loss_that_is_found_after_the_owner_has_gone_is_recorded(tmp_path: Path, record: str) -> None:
+    members = Members(1, "only", "run-a", 1, (0,), str(tmp_path / "disk"), str(tmp_path / "memory"), 3)
+    records: list[Record] = []
+    committer = CopyCommitter(members, Tasks("disk", lambda: None), Status(1), records.append, NOBODY)
+    try:
+        committer.look()
+        folder = Stage(Path(members.stage)).staging(copy_name(7, 1), members.session)
+        folder.mkdir(parents=True)
+        (folder / staged_file(0, 1)).write_text(record)
+        committer.finish()
+        while not committer.idle:
+            committer.look()
+            committer.finish()
+        assert [one.step for one in records if isinstance(one, SaveLost)] == [7]
+        assert committer.status.lost_step == 7
     finally:
         committer.close()
