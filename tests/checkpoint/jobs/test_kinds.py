@@ -398,3 +398,42 @@ def test_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         for number in range(SAVED, SAVED + LATER):
             step(number)
     assert content(again) == content(state)
+
+
+class Extra(nn.Linear):
+    """A module with a state besides its tensors."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def one(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.full((2,), float(ord(name))) for name in names}
+
+
+# What a module had when it was saved, and what it has when it is loaded.
+EXTRAS: dict[str, tuple[object, object]] = {
+    "a shorter list": ({"h": [one("a", "b"), one("a", "b")]}, {"h": [one("a")]}),
+    "a longer list": ({"h": [one("a", "b")]}, {"h": [one("a"), one("a")]}),
+    "a tuple": ({"h": (one("a", "b"),)}, {"h": (one("a"),)}),
+    "a tuple that has more": ({"h": (one("a"),)}, {"h": (one("a", "b"),)}),
+    "a mapping of a list that has more": ({"h": [{}]}, {"h": [one("a")]}),
+    "a list in a tuple": ({"h": ([one("a", "b")],)}, {"h": ([one("a")],)}),
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_what_lists_and_tuples_hold_is_not_compared_with_the_live_objects(name: str, tmp_path: Path) -> None:
+    saved, live = map(Extra, EXTRAS[name])
+    checkpointer(tmp_path).save(1, {"model": saved}, "a test")
+    restored = checkpointer(tmp_path, generation=2).restore({"model": live})
+    assert restored is not None
+    assert restored.notes == ()
+    assert content({"model": live}) == content({"model": saved})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from outlast.checkpoint.load import restorer
 from outlast.checkpoint.load.landing import places_for
 from outlast.checkpoint.policy.manifest import copy_name
+from outlast.errors import ExitCode, OutlastError
 from outlast.ipc.exchange import SoloExchange
 from tests.support.jobs import Job, checkpointer, save_steps
 
@@ -139,6 +142,19 @@ def test_a_file_that_changes_after_it_was_verified_changes_nothing(
     restored = checkpointer(tmp_path, generation=3).restore(anew.state)
     assert restored is not None
     assert (restored.step, anew.content()) == (1, content[1])
+
+
+def test_where_no_memory_is_left_while_live_objects_change_the_generation_ends_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    save_steps(tmp_path, 1)
+    monkeypatch.setattr(restorer, "land", refused)
+    with pytest.raises(OutlastError, match="must not be used") as caught:
+        checkpointer(tmp_path, generation=2).restore(Job(5).state)
+    assert caught.value.exit_code is ExitCode.FAILED
 
 
 def pairs(state: dict[str, Any], saved: dict[str, Any]) -> list[str]:

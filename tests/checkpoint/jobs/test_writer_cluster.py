@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from outlast.checkpoint.load import fetching
 from outlast.checkpoint.policy.manifest import COMMIT, copy_name
 from outlast.checkpoint.policy.resolve import CopyState, CopyStatus, Mark
+from outlast.checkpoint.replica.frames import PeerError
 from outlast.checkpoint.save.staging import Order
 from outlast.checkpoint.tiers import tier
 from outlast.checkpoint.tiers.inventory import verify
 from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.cluster.lease_file import LeaseFile, boot_time
-from outlast.errors import NoUsableCheckpoint
+from outlast.errors import CheckpointError, NoUsableCheckpoint
 from outlast.recovery.policy.events import SaveLost
 from tests.support.jobs import DEADLINE, Job, saver_process, staged
 from tests.support.launching import until
@@ -386,6 +388,49 @@ def test_a_first_save_that_one_node_never_completed_is_no_checkpoint(team_of: Ca
     team.train(2)
     team.start()
     assert (team.step, team.right()) == (2, True)
+
+
+def test_a_first_save_that_a_node_which_is_back_never_completed_is_no_checkpoint(
+    team_of: Callable[..., Team],
+) -> None:
+    team = team_of("a", "b")
+    team.start(ckpt_fully_parallel_save=False)  # else node a would wait for node b
+    team.jobs[0].train()
+    assert team.savers[0].stage(Order(1, False, "a test"), team.jobs[0].state)
+    until(lambda: team.nodes[0].status().memory_step == 1, "the part of node a")
+    team.known["b"].lose()
+    team.have("a")
+    with pytest.raises(NoUsableCheckpoint, match="a node that has left"):
+        team.start()
+    team.have("a", "b")
+    team.start()
+    assert (team.step, "a new start" in team.notes()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [("_require_room", CheckpointError("no room")), ("_fetch", PeerError("refused")), ("_join", OSError(28))],
+    ids=["room", "peer", "join"],
+)
+def test_a_copy_in_memory_that_does_not_come_is_no_reason_for_a_new_start(
+    part: str, error: Exception, team_of: Callable[..., Team], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise error
+
+    team = team_of("a", "b", job=lambda seed: Replicas(3))
+    team.start()
+    team.replicated(1)
+    team.nodes[1].lose()
+    team.have("a", *(() if part == "_join" else "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching, part, refused)
+        with pytest.raises(CheckpointError, match="nothing was changed") as caught:
+            team.start()
+        assert type(caught.value) is CheckpointError
+    team.start()
+    assert team.step >= 1
+    assert {job.content() for job in team.jobs} == {team.content[team.step][0]}
 
 
 def test_after_more_than_one_save_there_is_no_new_start_without_a_word(team_of: Callable[..., Team]) -> None:

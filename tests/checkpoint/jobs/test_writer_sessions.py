@@ -90,3 +90,13 @@ def test_a_loss_that_is_found_after_the_owner_has_gone_is_recorded(tmp_path: Pat
         assert committer.status.lost_step == 7
     finally:
         committer.close()
+
+
+def test_a_node_that_has_left_counts_until_it_is_back() -> None:
+    members = Members(0, "s", "run-a", 2, (0,), "", "", 3)
+    found = []
+    for generation, nodes in enumerate(("ab", "a", "ac", "ab", "a")):
+        left = members.left_by(tuple(nodes))
+        members = dataclasses.replace(members, generation=generation, nodes=tuple(nodes), left=left)
+        found.append(left)
+    assert found == [{}, {"b": 0}, {"b": 0}, {"c": 2}, {"c": 2, "b": 3}]
