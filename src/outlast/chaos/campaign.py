@@ -156,7 +156,7 @@ def _known(pid: int) -> _Known:
 
 
 def _lives(process: _Known) -> bool:
-    """Say whether a process lives; its number may be another one's by now."""
+    """Return whether a process lives; its pid may belong to another process by now."""
     pid, began = process
     return bool(began) and start_ticks(pid) == began and is_alive(pid)
 

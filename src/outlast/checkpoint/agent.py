@@ -20,7 +20,7 @@ from outlast.observe.run_folder import RunFolder
 
 
 def _is_private(root: Path) -> bool:
-    """Say whether there is a memory folder; what a stranger has put in its place is none."""
+    """Return whether there is a memory folder; what a stranger has put in its place is none."""
     try:
         files.require_private(root)
     except (OSError, RunFolderUnusable):
@@ -85,7 +85,7 @@ class Saving(SaverProcess):
             raise NodeUnfit(f"{trouble}; nothing was started")
 
     def tend(self) -> str:
-        """See to it that the writer runs; return what is to be said about it, if anything."""
+        """See to it that the writer runs; return what to report about it; empty: nothing."""
         try:
             return self.ensure()
         except OSError as error:
@@ -107,7 +107,7 @@ class Saving(SaverProcess):
         )
 
     def close(self) -> None:
-        """Let go; a writer that is still at work is killed, and what it had in memory stays for the next."""
+        """Release the writer; kill it if it is still at work: its states in memory stay for the next."""
         self.hang_up()
         if not self.ended():
             self.kill()

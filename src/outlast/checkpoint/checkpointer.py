@@ -1,4 +1,4 @@
-"""What a session, or a script without one, saves and restores with: one rank's part in it.
+"""One rank's part in saving and restoring, for a session or for a script without one.
 
 A save captures the state, compares what ranks share of it, and stages it in memory; the writer of the node
 brings it to disk while training continues.
@@ -46,10 +46,10 @@ from outlast.recovery.policy.events import Note, Quarantined, Record, SaveLost
 
 __all__ = ["Checkpointer", "Identity", "Restored"]
 
-_LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the writer's word
+_LOOK = 0.25  # seconds between two looks into the durable tier by a rank that waits for the writer
 
-_MOMENTS = 2  # Adam's; an optimizer that has not stepped yet will want that many more copies
-_SLOW = 2.0  # seconds of waiting for a buffer after which the disk is said to be slow
+_MOMENTS = 2  # of Adam; an optimizer that has not stepped yet will hold so many tensors for each parameter
+_SLOW = 2.0  # seconds of waiting for a buffer after which a slow disk is reported
 _OWNER_SECONDS = 5.0  # for which a removed memory folder is waited for
 _ROOM_SECONDS = 30.0  # that a save which is due on disk waits for room in memory
 _NOTICEABLE = 0.1  # seconds; waiting longer for a buffer is worth a line in the event log
@@ -122,12 +122,12 @@ class Checkpointer:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Where a save can be seen to arrive, from the tier that outlives most to the quickest."""
+        """The tiers in which a save is seen to arrive, from the one that outlives most to the fastest."""
         beyond = self._around.settings.global_url and self._members.together is None
         return (*(("global",) if beyond else ()), "local", "memory")
 
     def restore(self, state: Mapping[str, object], avoid: Collection[str] = ()) -> Restored | None:
-        """Load the newest copy that every rank can verify; every byte is, before a live tensor is touched.
+        """Load the newest copy that every rank can verify, byte for byte, before a live tensor changes.
 
         Args:
             state: the live objects, by the names they were saved under.
@@ -169,7 +169,7 @@ class Checkpointer:
         self._speaks = identity.rank == members.ranks[0]
         self._stage = stage = Stage(members.stage, members.private)
         self._limit = meeting.buffers
-        self.close()  # the job goes back: two makers of one pool's buffers would meet there
+        self.close()  # after a rollback, else two threads would make buffers for one pool
         self._buffers = self._buffers_of(rank_files(identity.rank, identity.world_size)[0])
         self._stager = Stager(
             self._memory,
@@ -193,17 +193,17 @@ class Checkpointer:
         return replace(around, replicas=(stage.joined, *stage.replica_tiers()), torn=torn)
 
     def _follow(self, loaded: str, state: Mapping[str, object]) -> None:
-        """Tell the writer what was loaded, and hook the optimizers that lazy staging must wait for."""
+        """Report to the writer what was loaded, and have the optimizers wait for lazy staging."""
         around, stager = self._around, self._stager
         self._members = replace(self._members, loaded=loaded)
-        if place_of(loaded)[1] != around.identity.generation:  # else it went back within its own path
+        if place_of(loaded)[1] != around.identity.generation:  # else it loaded a copy of its own
             self._began = loaded
         stager.began = self._began
         if self._speaks:
             introduce(around, self._memory, self._members, around.settings.timeout)
             self._stage.drop_joined()
             self._stage.drop_landing(0 if self._compared else self._limit)
-            if self._compared:  # it shares nothing
+            if self._compared:  # the ranks share no files
                 self._stage.drop_pools(0)
         if not stager.lazy:
             return
@@ -211,8 +211,9 @@ class Checkpointer:
             stager.lazy = False
             around.record(
                 Note,
-                reason="staging is eager: a CUDA graph was captured before session.restore, and nothing"
-                ' tells when it steps an optimizer; restore before the capture, or set staging = "eager"',
+                reason="staging is eager: a CUDA graph was captured before session.restore, and its"
+                " steps of an optimizer cannot be noticed; restore before the capture, or set"
+                ' staging = "eager"',
             )
         for name, holder in state.items():
             if isinstance(holder, torch.optim.Optimizer):
@@ -234,8 +235,8 @@ class Checkpointer:
     def prepare(self, state: Mapping[str, object]) -> None:
         """Begin to make buffers, after the first step: by then the size of the state is known.
 
-        What all ranks hold alike is found out before, if every optimizer has its state by now; else at the
-        first save.
+        Before that, the ranks find what all of them hold alike, if every optimizer has its state by now;
+        otherwise they do so at the first save.
         """
         state = LiveState(state)
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
@@ -264,7 +265,7 @@ class Checkpointer:
         return found
 
     def _share(self, state: Mapping[str, object]) -> None:
-        """Find out what all ranks hold alike, and have each write a part of it from now on."""
+        """Find what all ranks hold alike, and have each write a part of it from now on."""
         around, members = self._around, self._members
         self._compared = True
         lasting = {name: one for name, one in state.items() if not getattr(one, "outlast_optional", False)}
@@ -311,14 +312,14 @@ class Checkpointer:
     def stage(self, order: Order, state: Mapping[str, object]) -> bool:
         """Save while training goes on; after :meth:`restore`.
 
-        A step is staged once: a later order for it says what else is to become of what is staged.
+        A step is staged once: a later order for it can only send the same state to further tiers.
 
         Args:
-            order: the step, and what is to become of it.
+            order: the step, and where its state goes.
             state: what :meth:`restore` will get back, by name.
 
         Returns:
-            Whether it is on its way; False when this save was lost and the older ones stay.
+            Whether the state is on its way; False: this save was lost, and the older copies stay.
 
         Raises:
             UsageError: something in the state of a rank cannot be saved exactly.
@@ -338,10 +339,10 @@ class Checkpointer:
             return self._lost(order, str(error), time.monotonic() - began)
         self._keep_saver()
         self._require_hope(self._memory.status())
-        # who introduces may be gone, with the owner of the folder: nobody would remove what is staged
+        # the rank that writes the table may have ended, with the folder's owner: nobody would remove the rest
         if not poll(self._memory.introduced, _OWNER_SECONDS):
             return self._lost(
-                order, f"{self._memory.root} is gone, and no writer of this node", _OWNER_SECONDS
+                order, f"{self._memory.root} is gone, and this node has no writer", _OWNER_SECONDS
             )
         if again is not None:
             return self._order_more(again, order)
@@ -349,8 +350,8 @@ class Checkpointer:
         self._staged = None
         began, self._waits_since, self._reported = time.monotonic(), 0.0, False
         try:
-            self._stager.fence()  # what has become of the save before is no reason to try this one again
-            if before is not None:  # its record is there, which is known only now
+            self._stager.fence()  # an error of the save before is no reason to try this one again
+            if before is not None:  # only now it is known that its record is there
                 self._failures = 0
             patience = timeout if order.urgent else _ROOM_SECONDS if order.durable else 0.0
             waited = with_room(around, lambda: self._stager.stage(taken, timeout), patience)
@@ -373,7 +374,7 @@ class Checkpointer:
         return self.stage(replace(order, waits=True), state) and self.durable(order.step)
 
     def _take(self, order: Order, state: Mapping[str, object]) -> Taken:
-        """Capture a state, and compare what ranks share of it; every rank does for the same orders."""
+        """Capture a state, and compare what ranks share of it; every rank calls it for the same orders."""
         began, sharing = time.monotonic(), self._sharing
         if sharing is None:
             captured, share = self._capture(state), NO_PART
@@ -389,7 +390,7 @@ class Checkpointer:
         return self._fingerprint.changed(self._capture(state))
 
     def _order_more(self, first: Order, order: Order) -> bool:
-        """Order a staged state to a further tier than at first, if it is due there."""
+        """Order that a staged state goes to further tiers, if it is due there."""
         began = time.monotonic()
         session, urgent = self._members.session, first.urgent or order.urgent
         try:
@@ -456,7 +457,7 @@ class Checkpointer:
     def progress(self) -> Status | None:
         """Return how far the writer is, None where it has published nothing; from any thread.
 
-        Without a launcher it is rank 0's, and ends with it; other ranks then see what it has left on disk.
+        Without a launcher the writer belongs to rank 0 and ends with it; then the copies on disk count.
         """
         status = self._memory.status()
         if status is None and not self._memory.root.exists():
@@ -475,7 +476,7 @@ class Checkpointer:
             self._stager.fence()
 
     def close(self) -> None:
-        """End the threads that stage, once what is being copied has been; what was not staged is lost."""
+        """Complete the copy that is under way, and end the threads that stage; other states are lost."""
         self._closing.close()
 
     def durable(self, step: int) -> bool:
@@ -526,7 +527,9 @@ class Checkpointer:
             return all(session != self._members.session for _, session in self._stage.stagings())
 
         if not poll(committed, self._around.settings.timeout):
-            raise CheckpointError(f"what is staged in {self._memory.root} is never committed to memory")
+            raise CheckpointError(
+                f"what is staged in {self._memory.root} was not committed to memory in time"
+            )
         return sorted({*on_disk, *self._stage.tier.names()}, key=place_of)
 
     def put_away(self, names: Collection[str], why: str) -> None:

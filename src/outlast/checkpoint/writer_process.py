@@ -52,11 +52,11 @@ class Owner:
     byte: int
 
     def gone(self) -> bool:
-        """Say whether the owner has said that the job is over, or has died."""
+        """Return whether the owner has reported the end of the job, or has died."""
         return bool(files.readable([self.link], 0.0))
 
     def replaced(self, root: Path) -> bool:
-        """Say whether it has gone, and a memory folder has another owner."""
+        """Return whether it has gone, and a memory folder has another owner."""
         return self.gone() and others_own(root, self.byte)
 
 
@@ -80,7 +80,7 @@ def own(root: Path) -> tuple[int, int]:
         except FileNotFoundError:
             pass  # a writer that ends has removed it meanwhile
         except OSError:
-            deadline = 0.0  # the writer will find that, too, and say so
+            deadline = 0.0  # the writer will find that, too, and report it
         if descriptor >= 0:
             os.close(descriptor)
         time.sleep(_LOOK)
@@ -88,7 +88,7 @@ def own(root: Path) -> tuple[int, int]:
 
 
 def others_own(root: Path, byte: int) -> bool:
-    """Say whether a memory folder has a living owner besides that of a byte."""
+    """Return whether a memory folder has a living owner besides that of a byte."""
     with contextlib.suppress(OSError, RunFolderUnusable):
         descriptor = _opened(root)
         try:
@@ -103,7 +103,7 @@ def others_own(root: Path, byte: int) -> bool:
 
 @contextlib.contextmanager
 def without_others(root: Path, byte: int) -> Iterator[bool]:
-    """Yield whether a folder has no owner but that of a byte; then none comes until the block ends."""
+    """Yield whether a folder has no owner but that of a byte; if so, it gets none until the block ends."""
     try:
         descriptor = _opened(root)
     except (OSError, RunFolderUnusable):  # it is gone, so that there is nothing to be alone with
@@ -162,7 +162,7 @@ def lock_holder(lock: files.AnyPath) -> int:
 
 
 def is_of(path: Path, descriptor: int) -> bool:
-    """Say whether a descriptor is that of the file which has a path now."""
+    """Return whether a descriptor is that of the file which has a path now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -200,7 +200,7 @@ _PROGRAM = (  # without the folder of the owner's script, whose modules must not
 _TRIES = 5  # starts of a writer that ended within _SHORT seconds, in a row
 _SHORT = 10.0
 _KILL_PATIENCE = 5.0
-STILL = 10.0  # seconds for which a writer may stand still; one that lives looks around every 0.5 s
+STILL = 10.0  # seconds for which a writer may stand still; one that works looks every 0.5 s
 _LOOK_AT_STATE = 1.0
 
 
@@ -326,7 +326,7 @@ class SaverProcess:
             pipe.write(self._credentials.to_json().encode())
 
     def hang_up(self) -> None:
-        """Say that the job is over: it brings the newest staged state to disk, cleans up and ends."""
+        """Report the end of the job: the writer brings the newest state to disk, cleans up and ends."""
         self._short = 0
         self._let_go()
 
@@ -355,7 +355,7 @@ class SaverProcess:
         return not again
 
     def ended(self) -> bool:
-        """Say whether it has."""
+        """Return whether it has."""
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:

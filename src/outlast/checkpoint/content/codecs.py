@@ -162,13 +162,13 @@ class Piece:
 
 
 def distributed(value: object) -> TypeGuard[Distributed]:
-    """Say whether a value is a distributed tensor, and nothing that was derived from one."""
+    """Return whether a value is a distributed tensor, and nothing that was derived from one."""
     module = sys.modules.get(_MODULE)
     return module is not None and type(value) is getattr(module, "DTensor", None)
 
 
 def possible() -> bool:
-    """Say whether there can be distributed tensors in this process."""
+    """Return whether there can be distributed tensors in this process."""
     return _MODULE in sys.modules
 
 

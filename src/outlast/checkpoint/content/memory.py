@@ -193,4 +193,4 @@ def in_threads(worker: Callable[[], Callable[[int], None]], count: int, threads:
         if failed:
             raise failed[min(failed)]
     finally:
-        failed.clear()  # with the error's frames it would keep what they read
+        failed.clear()  # an error keeps its frames, and these keep what they have read

@@ -1,4 +1,4 @@
-"""The states of random generators as values that typed JSON and torch.load know: words are bytes.
+"""The states of random generators as values that typed JSON and torch.load can hold; words become bytes.
 
 They are those of python, numpy, torch on the CPU and on the current CUDA device.
 """
@@ -63,7 +63,7 @@ def restore_random(states: dict[str, Any]) -> str:
 
 
 def require_random(states: Any, source: str) -> dict[str, Any]:
-    """Return random states that were read from a file, once generators of their own have taken them.
+    """Check random states that were read from a file by setting new generators to them, and return them.
 
     Args:
         states: decoded.
@@ -89,10 +89,10 @@ def _set(states: dict[str, Any], python: Any, of_torch: torch.Generator, own: bo
         states: the states.
         python: see :func:`states_of`.
         of_torch: torch's.
-        own: numpy's is a new one, too.
+        own: the generator of numpy is a new one, too.
 
     Raises:
-        ValueError: numpy itself would read from any position.
+        ValueError: the position is outside of the words, which numpy does not check.
     """
     version, words, gauss = states["python"]
     python.setstate((version, tuple(array(_WORD, words)), gauss))

@@ -1,4 +1,4 @@
-"""Saved values back into the live objects, once it is known that they fit."""
+"""Saved values are put back into the live objects, after a check that they fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from outlast.errors import CheckpointMismatch
 from outlast.fields import Damage, DamagedCopy
 from outlast.ports import Stateful
 
-_EXTRA = "_extra_state"  # torch's last word of the key of what a module's get_extra_state returns
+_EXTRA = "_extra_state"  # last part of the key under which torch keeps a module's get_extra_state
 
 
 def require_fit(
@@ -57,7 +57,7 @@ def require_fit(
     Raises:
         UsageError: a live object cannot be restored in place.
         CheckpointMismatch: names the first few differences.
-        DamagedCopy: the state of an optimizer is none.
+        DamagedCopy: what was saved of an optimizer has not the form of its state.
     """
     for name, holder in state.items():
         require_holder(name, holder)
@@ -115,22 +115,20 @@ def _differences(holder: object, saved: Any, parameters: Sequence[Parameter]) ->
 
 
 def _require_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Refuse what no optimizer of torch gives.
+    """Refuse a saved state that no optimizer of torch returns.
 
     Raises:
         DamagedCopy: names the entry.
     """
     found = is_optimizers(saved)
-    if found and type(optimizer).__module__.startswith(
-        "torch.optim."
-    ):  # others may keep what they like there
+    if found and type(optimizer).__module__.startswith("torch.optim."):  # other optimizers may have any state
         found = all(isinstance(one, dict) for key, one in saved["state"].items() if type(key) is int)
     if not found:
         raise DamagedCopy(Damage(f"state[{name!r}]", "an optimizer's state and param_groups", _form(saved)))
 
 
 def is_optimizers(saved: Any) -> bool:
-    """Say whether a value has the form of what torch's optimizers give."""
+    """Return whether a value has the form of what torch's optimizers give."""
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     return (
         isinstance(groups, list)
@@ -169,7 +167,7 @@ def _module_differences(module: torch.nn.Module, saved: Any) -> Iterator[str]:
 
 
 def _takes(module: torch.nn.Module, owner: str, saved: Mapping[str, Any]) -> bool:
-    """Say whether a submodule with a load of its own takes what differs; a copy of it tries.
+    """Return whether a submodule with its own load method accepts what differs; a copy of it is tried.
 
     The observers of quantization-aware training do: their buffers grow to as many elements as were saved.
     """
@@ -188,7 +186,7 @@ def _takes(module: torch.nn.Module, owner: str, saved: Mapping[str, Any]) -> boo
             if key == owner or key.startswith(prefix)
         }
         copy.deepcopy(holder).load_state_dict(own)
-    except Exception:  # noqa: BLE001 - the module's own code refuses as it likes; the difference is reported
+    except Exception:  # noqa: BLE001 - the module's own code may raise anything; the difference is reported
         return False
     return True
 
@@ -198,7 +196,7 @@ def _entry_differences(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Ite
         if key not in saved:
             yield key, f"{key} {_form(live[key])} is in this model only"
         elif key.rpartition(".")[2] == _EXTRA:
-            continue  # its form is the module's own affair: Transformer Engine's grows with its history
+            continue  # the module decides its form: Transformer Engine's grows with its history
         elif isinstance(live[key], torch.Tensor) and _form(live[key]) != _form(saved[key]):
             yield key, f"{key} is {_form(saved[key])} in the checkpoint, {_form(live[key])} in this model"
     for key in saved:
@@ -232,7 +230,7 @@ def apply(
         parameters: what :func:`parameters_of` returned then, as far as it is known.
 
     Returns:
-        What could not be put back though all else was; empty as a rule.
+        What could not be restored although all else was; usually empty.
 
     Raises:
         CheckpointMismatch: an object did not take its part.
@@ -274,15 +272,15 @@ def _give(name: str, holder: Stateful, content: Any, parameters: Sequence[Parame
 
 
 def takes_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether an optimizer takes its state as torch's own do."""
+    """Return whether an optimizer takes its state as torch's own do."""
     own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     return own and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def _give_optimizer(optimizer: torch.optim.Optimizer, content: Any, parameters: Sequence[Parameter]) -> None:
-    """Have an optimizer take its state; its tensors, such as a learning rate, stay those that they are.
+    """Have an optimizer load its state; its own tensors, such as a learning rate, stay the same objects.
 
-    A CUDA graph that was captured reads those very tensors, and nothing moves a saved rate to its device.
+    A CUDA graph that was captured reads exactly these tensors, and nothing moves a saved rate to its device.
     """
     _follow(optimizer, content, parameters)
     held = {place: dict(live) for place, _, live in entries_of(optimizer, content)}
@@ -318,7 +316,7 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _follow(optimizer: torch.optim.Optimizer, saved: Any, parameters: Sequence[Parameter]) -> None:
-    """Let what an optimizer has of a parameter follow the memory order of that, where it did so before.
+    """Give what an optimizer holds for a parameter the parameter's memory order, where it had that before.
 
     A fused kernel pairs the elements of both by their places in memory.
     """
@@ -472,13 +470,13 @@ class _Renewal:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Say whether a tuple with one of them need not be made anew for the other."""
+    """Return whether a tuple with the old value may stay, and need not be made anew with the new one."""
     plain = type(old) in (str, bytes, int, bool) and type(old) is type(new)
     return old is new or (plain and bool(old == new))
 
 
 def _take(old: Any, new: Any) -> bool:
-    """Have a set, bytes or an array of numpy's take the content of one of its type; say whether it did."""
+    """Have a set, bytes or an array of numpy's take the content of one of its type; return whether it did."""
     if type(new) is set:
         old.clear()
         old.update(new)

@@ -97,7 +97,7 @@ class _Walk:
             place = next(earlier, None)
             if place is None or place[0] != path:
                 place = (path, {"tensor": ""})
-            self.tensors.append(tensor)  # kept alive, so that no later one can come to lie there
+            self.tensors.append(tensor)  # kept alive, so that no later one gets its address
             self.places.append(place)
             return place[1]
 
@@ -131,7 +131,7 @@ class _Form:
         return cls(list(map(type, state.values())), walk.places, walk.placements, geometry)
 
 
-@dataclass(frozen=True, eq=False)  # as a form: the same object, or another one
+@dataclass(frozen=True, eq=False)  # compared by identity
 class _Keys:
     """The keys of the tensors of a state.
 
@@ -182,7 +182,7 @@ class _Keys:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors at one address are the same elements, tied."""
+    """Return whether two tensors at one address are the same elements, tied."""
     return (
         (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
         and one.stride() == other.stride()
@@ -223,7 +223,7 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 
 def holds_state(value: object) -> TypeGuard[Stateful]:
-    """Say whether an object gives and takes its state itself."""
+    """Return whether an object gives and takes its state itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -277,7 +277,7 @@ class Capturer:
         if form is None or form != known:
             if same:
                 del walk, form  # codecs may have made tensors for it
-                walk = _Walk(contents)  # other captures have what stands for the tensors of this one
+                walk = _Walk(contents)  # earlier captures still use the entries of the known places
                 form = _Form.of(walk, live)
             self._keys = _Keys.of(walk)
             self._settled = known is None or form == known
@@ -303,9 +303,9 @@ class Capturer:
 
 
 class Derived(Generic[T]):
-    """What was derived last, for as long as that from which it was derived stays the same.
+    """Keeps what was derived last, as long as its basis stays the same.
 
-    An object that is given again is not compared any further.
+    If the basis is the same object as before, it is not compared.
     """
 
     def __init__(self) -> None:
@@ -400,7 +400,7 @@ def _is_copyable(dtype: torch.dtype) -> bool:
 
 
 def _is_copied(module: Any, key: str) -> bool:
-    """Say whether a module's own load copies an entry of its state into a parameter or buffer."""
+    """Return whether a module's own load copies an entry of its state into a parameter or buffer."""
     owner, _, name = key.rpartition(".")
     try:
         holder = module.get_submodule(owner)

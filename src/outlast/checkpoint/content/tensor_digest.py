@@ -111,7 +111,7 @@ def marks_of(tensors: Mapping[str, torch.Tensor], spread: Callable[..., Iterable
 
 
 def is_marked(octets: torch.Tensor, mark: Mark) -> bool:
-    """Say whether bytes in host memory are those of the tensor that a mark was made of."""
+    """Return whether bytes in host memory are those of the tensor that a mark was made of."""
     if isinstance(mark, torch.Tensor):
         return torch.equal(_sums(octets), mark.cpu())
     return mark is None or _digest(octets) == mark

@@ -170,7 +170,7 @@ def copy_tensors(pairs: Iterable[tuple[torch.Tensor, int]], image: torch.Tensor,
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the elements of a tensor, in order, are bytes of the host's memory."""
+    """Return whether the elements of a tensor, in order, are bytes of the host's memory."""
     return tensor.is_cpu and _is_in_order(tensor)
 
 
@@ -190,7 +190,7 @@ def octets_in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Say whether the host goes on while a copy from a device is under way; elsewhere it waits for each."""
+    """Return whether the host goes on while a copy from a device is under way; else it waits for each."""
     return device.type == "cuda"
 
 

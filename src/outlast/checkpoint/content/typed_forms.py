@@ -153,7 +153,7 @@ class Forms:
 
 
 def _is_numpys(order: str, kind: str, size: int) -> bool:
-    """Say whether numpy has elements of a kind and size in an order of bytes, and names them so."""
+    """Return whether numpy has elements of a kind and size in an order of bytes, and names them so."""
     sizes = _SIZES.get(kind)
     return (sizes is None or size in sizes) and (order == "|") == (kind == "S" or (kind != "U" and size == 1))
 

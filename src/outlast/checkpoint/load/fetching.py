@@ -44,7 +44,7 @@ def gather_parts(
 
     What comes lies among the replicas of the node that it came from. A copy of another number of ranks is
     joined on each node: one folder with links to the files of all parts, of which each rank reads what it
-    needs. What does not come is no error: an older copy is loaded then.
+    needs. A part that does not arrive is no error: an older copy is loaded then.
 
     Args:
         around: this rank's ties to the world.
@@ -243,7 +243,7 @@ class Recall:
         if self._silent and than is not None:
             return {"brought": False}
         known = {*self._tried, *around.tier.names()}
-        failed = f"the global tier {url} cannot be looked into"
+        failed = f"the global tier {url} cannot be read"
         try:
             tier = remote.tier_of(url, around.settings.global_options)
             for name in sorted(tier.names(), key=place_of, reverse=True):
@@ -255,7 +255,7 @@ class Recall:
                 if self._fetch(tier, name):
                     return {"brought": True}
         except OSError as error:
-            if than is not None:  # what is near has to do
+            if than is not None:  # a copy that is near is loaded
                 self._silent = True
                 return {"brought": False, "note": f"{failed}: {error}"}
             passes = isinstance(error, ObjectStoreError) and error.passes

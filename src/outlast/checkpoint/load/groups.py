@@ -26,7 +26,7 @@ class AddedGroups:
 
     def __init__(self) -> None:
         self._made_with: dict[str, int] = {}  # groups of each optimizer before the first load
-        self._frozen: dict[int, torch.Tensor] | None = None  # had no gradient before the first load
+        self._frozen: dict[int, torch.Tensor] | None = None  # had requires_grad off before the first load
         self._before: list[tuple[torch.optim.Optimizer, list[Any]]] = []  # the load under way: groups
         self._flags: list[tuple[torch.Tensor, bool]] = []  # and requires_grad
 
@@ -92,7 +92,7 @@ class AddedGroups:
 
 
 def _begins_with(groups: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]]) -> bool:
-    """Say whether groups begin with others, by the numbers of their parameters."""
+    """Return whether groups begin with others, by the numbers of their parameters."""
     return all(len(one["params"]) == len(other["params"]) for one, other in zip(groups, first, strict=False))
 
 
@@ -125,7 +125,7 @@ def _add(
 
 
 def _thaw(added: Sequence[dict[str, Any]], then: Sequence[dict[str, Any]], states: Mapping[Any, Any]) -> None:
-    """Let what was trained have gradients again; a group may have been added before it was unfrozen."""
+    """Set requires_grad of what was trained again; a group may have been added before it was unfrozen."""
     for group, known in zip(added, then, strict=False):
         for one, number in zip(group["params"], known["params"], strict=True):
             if not one.requires_grad and (number in states or not states):

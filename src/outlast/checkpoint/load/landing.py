@@ -114,7 +114,7 @@ def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _alike(saved: Any, live: Any) -> bool:
-    """Say whether the bytes of a saved tensor can be put where a live one has its own."""
+    """Return whether the bytes of a saved tensor can be put where a live one has its own."""
     return (
         isinstance(saved, torch.Tensor)
         and type(live) is torch.Tensor

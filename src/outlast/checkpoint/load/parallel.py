@@ -148,7 +148,7 @@ class ParallelLoad:
             yield _Overlay(landed, folder)
 
     def has_landed(self, name: str) -> bool:
-        """Say whether the shared files of a copy are in the memory of this node."""
+        """Return whether the shared files of a copy are in the memory of this node."""
         return self._landed == name
 
     def _prepare(self, name: str, commit: str) -> str:
@@ -187,7 +187,7 @@ class ParallelLoad:
 
         Raises:
             DamagedCopy: it is not as it was committed.
-            CheckpointError: the memory is not as it was made.
+            CheckpointError: the digests in memory are not those that were put there.
             OSError: a file system refused.
         """
         readers = [rank for peer in group for rank in peer.ranks]

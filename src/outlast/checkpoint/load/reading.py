@@ -175,7 +175,7 @@ class _File:
         return as_tensor(self._window)[begin - self._first : end - self._first]
 
     def _read_direct(self, target: memoryview, begin: int, end: int) -> bool:
-        """Read past the page cache; return whether that was possible, and better."""
+        """Read past the page cache; return False if that is impossible, or the page cache has most of it."""
         if self._direct < 0 or begin % _BLOCK_BYTES or self._holds(begin, end):
             return False
         try:
@@ -186,7 +186,7 @@ class _File:
             return False
 
     def _holds(self, begin: int, end: int) -> bool:
-        """Say whether the page cache has most of a range."""
+        """Return whether the page cache has most of a range."""
         pages = self._cached[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         return 2 * pages.count(0) < len(pages)
 

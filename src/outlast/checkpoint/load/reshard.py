@@ -221,7 +221,7 @@ def _tensor(target: Target, source: str) -> torch.Tensor:
 
 
 def _has_parts(own: RankFile, state: LiveState) -> bool:
-    """Say whether a rank's own files have the parts of tensors for which it has use."""
+    """Return whether a rank's own files have the parts of tensors for which it has use."""
     entries = own.tensors
     for leaf in leaves_of(own.values, state, {key: entry.global_shape for key, entry in entries.items()}):
         entry = entries[leaf.key]
@@ -232,13 +232,13 @@ def _has_parts(own: RankFile, state: LiveState) -> bool:
 
 
 def _names_all(holder: object) -> bool:
-    """Say whether what an object holds now names all that it can take: not so an optimizer before a step."""
+    """Return whether an object holds all entries that it can take; an optimizer before a step does not."""
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
     return not isinstance(holder, (*kinds, dict, list))
 
 
 def _lacks_entries(own: RankFile, state: LiveState) -> bool:
-    """Say whether modules have other tensors than a rank's own files."""
+    """Return whether modules have other tensors than a rank's own files."""
     for name, holder in state.items():
         value = own.values.get(name)
         if isinstance(holder, torch.nn.Module) and value is not None:
@@ -265,7 +265,7 @@ def derived_random(seed: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_world(manifest: Manifest, identity: Identity) -> bool:
-    """Say whether the ranks are those that saved: as many, and in the same layout where both are known.
+    """Return whether the ranks are those that saved: as many, and in the same layout where both are known.
 
     In another layout the same rank may have another part of the model under the same names and shapes.
     """
@@ -310,7 +310,7 @@ class _Plan:
         identity: this rank.
         state: the live objects.
         own: the rank's document if as many ranks saved and each has its entries, so that only the parts of
-            distributed tensors are others; else None.
+            distributed tensors differ; else None.
 
     Attributes:
         left: keys of tensors for which the live objects have no use.

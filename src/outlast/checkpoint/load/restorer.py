@@ -135,7 +135,7 @@ class Restorer:
     def _examined(self, plan: LoadPlan) -> Agreed:
         """Have all ranks read and verify their parts and compare them with the live objects.
 
-        These stay untouched, but for parameter groups, which can be taken back.
+        These stay unchanged, except for parameter groups, which can be restored.
         """
         around = self._around
         if around.parallel is not None:
@@ -157,7 +157,7 @@ class Restorer:
         return around.rounds.hold("examined", examine)
 
     def _serving(self, plan: LoadPlan, tiers: Iterable[DirectoryTier]) -> list[DirectoryTier]:
-        """Return the tiers that have a copy for this rank against which nothing speaks."""
+        """Return the tiers that have a copy for this rank that no mark excludes."""
         identity, found = self._around.identity, []
         for tier in tiers:
             mark = self._marks.of(tier.name, plan.name, plan.commit)
@@ -236,7 +236,7 @@ class Restorer:
 
         Raises:
             NoUsableCheckpoint: it has, by what is there or by what the launcher knows.
-            CheckpointError: a copy is whole in the memory of nodes, and did not come from there.
+            CheckpointError: all parts of a copy are in the memory of nodes, and could not be fetched.
         """
         torn, unusable, known = self._around.torn, self._unusable, self._marks.durable
         if lost := next((one for one in torn if one.fetch), None):
@@ -270,7 +270,7 @@ class Restorer:
         )
 
     def _never_complete(self, resolution: Resolution) -> bool:
-        """Say whether all there is are parts of the first save of all, which some node never completed.
+        """Return whether there is only the first save of the run, and some node never completed its part.
 
         A node keeps its newest two parts; where nobody has more than one, there was no save before. A node
         that has left the job since may have the part that is missing.
@@ -347,7 +347,7 @@ class Restorer:
             around.record(Note, reason=f"{name} is passed over: {reason}")
             return
         on_disk = name in around.tier.names()
-        if not on_disk:  # by every rank, before the first drops it: any of them may be killed now
+        if not on_disk:  # every rank does so before the first one drops it: any may be killed now
             with contextlib.suppress(OSError):
                 around.tier.remember(name, {"name": name, "reason": reason, "tier": "memory"})
         self._drop_from_memory(name)
@@ -365,7 +365,7 @@ class Restorer:
     def _applied(self, plan: LoadPlan, examined: Agreed, started: float) -> Restored:
         """Have all ranks put their parts into the live objects, and record it."""
         around, unusable = self._around, self._unusable
-        for name in () if around.settings.global_url else self._marks.durable:  # some may be there alone
+        for name in () if around.settings.global_url else self._marks.durable:  # some are only there
             if place_of(name) > (plan.step, plan.generation) and name not in unusable.keys() | self._seen:
                 unusable[name] = "the run has saved it, and it is not there any more"
         try:

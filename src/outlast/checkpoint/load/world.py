@@ -71,7 +71,7 @@ class _Group:
                 yield part, at[place]
 
     def is_divided(self, form: Form) -> bool:
-        """Say whether no two ranks have the same part of a tensor."""
+        """Return whether no two ranks have the same part of a tensor."""
         return len(self.sources) == (1 if form.mesh is None else len(self._index(form)))
 
     def _index(self, form: Form) -> dict[tuple[int, ...], list[int]]:
@@ -100,7 +100,7 @@ def _within(
 
 
 class World:
-    """The saved world. Of documents that are alike one is read and verified; of tensors nothing is.
+    """What the ranks of the saved world have. Of equal documents one is read and verified; no tensor is read.
 
     Which rank has which part of a tensor follows from the manifest and the few tables that differ.
 
@@ -110,7 +110,7 @@ class World:
 
     Attributes:
         names: of the state objects.
-        forms: of the tensors, by key, as the first ranks have them that have them.
+        forms: of the tensors, by key, each as the first rank that has it saved it.
 
     Raises:
         DamagedCopy: a byte is not as it was committed, or the folder lacks a document.
@@ -189,7 +189,7 @@ class World:
         return element_type_of(self.forms[key].dtype, key)
 
     def in_parts(self, key: str) -> bool:
-        """Say whether any rank has less than the whole of a tensor."""
+        """Return whether any rank has less than the whole of a tensor."""
         return any(group.table.forms[key].in_parts(group.table.meshes) for group in self._having[key])
 
     def disagreement(self, key: str) -> str:
@@ -308,7 +308,7 @@ class Leaf:
     of_optimizer: bool
 
     def wanted(self, dtype: str, shape: tuple[int, ...], in_parts: bool) -> tuple[Part, str]:
-        """Return the part that this rank has use for, and why it cannot be told; then it is all.
+        """Return the part that this rank uses; if it is not known, the whole and the reason.
 
         Args:
             dtype: as it was saved, torch's name.

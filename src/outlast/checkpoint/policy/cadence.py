@@ -79,7 +79,7 @@ class NextSave:
         self._by_clock, self.measuring = True, False
 
     def overdue(self, now: float) -> bool:
-        """Say whether a save is due by this rank's clock, which counts."""
+        """Return whether a save is due by this rank's clock, which counts."""
         return self._by_clock and self._seconds is not None and now - self._anchor[1] >= self._seconds
 
     @property

@@ -9,8 +9,8 @@ saved after they last held the same is quarantined at once, even if proven: trai
 numbers. Nothing is deleted for it, and a person can release it.
 
 A copy is named by its place, ``tier/name``: a checkpoint may be sound in one tier and bad in another. One
-that is reported without a tier is durable and on this job's own disk: ``local``. Copies in memory are heard
-of when they are loaded, or not at all; what a doubted generation has left there is marked as a whole.
+that is reported without a tier is durable and on this job's own disk: ``local``. Copies in memory become
+known when they are loaded, or not at all; so what a doubted generation left there gets one mark.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Faulted:
     """A fault ended a generation.
 
     Args:
-        step: completed steps when it happened; -1 before the first one. Of what is told by clean steps and
-            by this, the later one counts.
+        step: completed steps when it happened; -1 before the first one. If a later step was
+            clean, that one counts.
         kind: value of a ``FaultKind``, or ``NON_FINITE``.
         signature: equal for equal causes.
         lasting: nothing is left to be tried but another state, however long ago this one was loaded.
-        agreed: ranks that should hold the same last did after so many steps; -1: never since the load.
-            None: the fault is not about that.
+        agreed: completed steps after which ranks last held what they should hold alike; -1: never since
+            the load; None: the fault is another one.
         speaks: it speaks against the state that was loaded, if it came soon after the load.
     """
 
@@ -125,7 +125,7 @@ class _State:
 
     Args:
         version: of this.
-        copies: by place, in the order in which they were heard of.
+        copies: by place, in the order in which they became known.
         doubted: generations, with the copy that each has loaded last.
         diverged: generations, with the step after which replicas last held the same.
     """
@@ -139,7 +139,7 @@ class _State:
 class Copies:
     """The copies of one job, all tiers; needs no clock, since nothing in it happens because time passes.
 
-    What a generation saves stands and falls with the copy that it has loaded last.
+    A fault speaks against the copy that its generation loaded last, and against what was saved since then.
 
     Attributes:
         loaded: what the present generation has loaded.
@@ -157,11 +157,11 @@ class Copies:
         self._changes: list[TrustChange] = []
 
     def begin(self, generation: int) -> None:
-        """A generation starts; until it has loaded something its state is a fresh one."""
+        """Record that a generation starts; until it has loaded something its state is a fresh one."""
         self.load(0, (), "", generation)
 
     def commit(self, checkpoint: str) -> None:
-        """A copy exists; of those that an earlier process left this must be said before the load."""
+        """Record that a copy exists; call it before the load for copies that an earlier process left."""
         for place in _places(checkpoint):
             self._known(place)
             if self._began is not None and _age(place)[1] == self._generation:
@@ -194,7 +194,7 @@ class Copies:
         copy.trust, copy.reason = trust, reason
 
     def load(self, step: int, places: Iterable[str], digest: str, generation: int) -> None:
-        """The ranks go on from a copy whose bytes were verified.
+        """Record that the ranks continue from a copy whose bytes were verified.
 
         Args:
             step: completed steps.
@@ -218,7 +218,7 @@ class Copies:
                 self._set(place, Trust.VERIFIED, "verified when it was loaded")
 
     def clean(self, step: int) -> None:
-        """Every rank has completed a step, and nothing was wrong with it; steps may be left out."""
+        """Record that every rank has completed a step without a fault; steps may be left out."""
         self._clean = max(self._clean, step)
         if self._began is None or step - self._began < CLEAN_STEPS:
             return
@@ -242,14 +242,14 @@ class Copies:
         return -1 if began is None or max(step, self._clean) > began else began
 
     def remove(self, checkpoint: str) -> None:
-        """A copy is gone."""
+        """Record that a copy was removed."""
         for place in _places(checkpoint):
             self._copies.pop(place, None)
 
     def set_aside(self, checkpoint: str, reason: str) -> None:
-        """The ranks or the writer have put a copy into quarantine.
+        """Record that the ranks or the writer have put a copy into quarantine.
 
-        One that was damaged is gone from its tier, and that is all: the same state, written there anew or in
+        A damaged one is only forgotten in its tier: the same state, written there anew or in
         another tier, may be sound. One that was set aside because it is quarantined here stays quarantined.
         """
         for place in _places(checkpoint):
@@ -258,14 +258,14 @@ class Copies:
                 self._changes.append(TrustChange(place, _age(place)[0], Trust.QUARANTINED.value, reason))
 
     def fault(self, fault: Faulted) -> None:
-        """A fault has ended the present generation."""
+        """Record that a fault has ended the present generation."""
         began, loaded, generation = self._began, self.loaded, self._generation
         reached = max(fault.step, self._clean)
         self._began, self.loaded = None, ()
         if began is None:
             return
         if fault.agreed is not None:
-            # Of what this generation saved before the load the fault says nothing.
+            # The fault shows nothing about what this generation saved before the load.
             self._diverged[generation] = max(
                 fault.agreed, _last_before(loaded[0], generation) if loaded else -1
             )
@@ -315,7 +315,7 @@ class Copies:
         return found
 
     def another_exists(self) -> bool:
-        """Say whether something else than what was loaded may be loaded instead: older, or of other bytes."""
+        """Return whether another copy may be loaded: an older one than the loaded, or one of other bytes."""
         if not self.loaded:
             return False
         loaded = set(map(_name, self.loaded))
@@ -343,7 +343,7 @@ class Copies:
         return tuple(sorted(found, key=_age, reverse=True))
 
     def has_trusted(self) -> bool:
-        """Say whether there is a copy that nothing speaks against."""
+        """Return whether there is a copy that nothing speaks against."""
         return bool(self._trusted())
 
     def reason(self, place: str) -> str:

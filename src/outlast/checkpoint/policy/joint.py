@@ -45,8 +45,8 @@ class Written:
         session: of the ranks that staged it; parts of two sessions are never put together.
         shared: rows of the files that all ranks share.
         contents: of the documents of the node's ranks.
-        ends: how often the copy had ended before, where its step cannot show its end: it is of an earlier
-            generation, or was lost before; -1: its step can.
+        ends: how many times the copy had ended before, if its step cannot show its end (it is of an earlier
+            generation, or was lost before); -1: its step shows it.
     """
 
     name: _Text
@@ -65,7 +65,7 @@ class Written:
 
     @property
     def mark(self) -> str:
-        """What a leader has heard of, in :attr:`Answer.heard`."""
+        """Names this report in :attr:`Answer.heard`, where a leader lists the reports that it has."""
         return f"{self.name}~{self.session}{'!' if self.error else ''}"
 
     def is_over(self, answer: Answer) -> bool:
@@ -86,7 +86,7 @@ class Report:
         round: of replicas, the one that it is in; 0: none yet.
         replicated: the step that it has sent in that round; -1: none yet.
         missed: it cannot take part in that round.
-        written: copies on their way to disk that the leader has not heard of.
+        written: copies on their way to disk whose reports the leader does not have.
     """
 
     node: _Text
@@ -148,7 +148,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Complete:
-    """Every node has done its part for a copy on disk, or said why it cannot.
+    """Every node has done its part for a copy on disk, or reported why it cannot.
 
     Args:
         name: of the copy.
@@ -261,7 +261,7 @@ class Leader:
         self.answer = replace(answer, round=number, after=after)
 
     def _is_at_rest(self) -> bool:
-        """Say whether no node makes copies any more, and one has none to send in this round."""
+        """Return whether no node makes copies any more, and one has none to send in this round."""
         reports = self._reports.values()
         return any(report.newest <= self.answer.after for report in reports) and all(
             self._unchanged[report.node] >= _AT_REST and report.round == self.answer.round
@@ -430,7 +430,7 @@ class Member:
         return frozenset(kept & set(held))
 
     def supersedes(self, replicate: bool) -> bool:
-        """Say whether what earlier sessions left in memory may go: this one has made something better.
+        """Return whether what earlier sessions left in memory may go: this one has made something better.
 
         Args:
             replicate: copies go to other nodes.

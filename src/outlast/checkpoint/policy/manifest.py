@@ -98,7 +98,7 @@ def runs_of(each: Sequence[Mapping[str, str]]) -> Contents:
 
 
 def are_runs(contents: Contents, count: int) -> bool:
-    """Say whether :func:`runs_of` can have returned contents for so many documents."""
+    """Return whether :func:`runs_of` can have returned contents for so many documents."""
     return contents.keys() >= (REQUIRED if count else set()) and all(
         sum(run.ranks for run in runs) == count
         and any(run.digest for run in runs)
@@ -345,7 +345,7 @@ def copy_name(step: int, generation: int) -> str:
 
 
 def is_label(name: str) -> bool:
-    """Say whether a text can be the name of a folder of copies, or of a node."""
+    """Return whether a text can be the name of a folder of copies, or of a node."""
     return _LABEL.fullmatch(name) is not None
 
 
@@ -353,7 +353,7 @@ _TAKEN = ("quarantine",)  # folders beside the copies
 
 
 def is_training(name: str) -> bool:
-    """Say whether a text can be the name of a training, whose copies are in a folder of that name."""
+    """Return whether a text can be the name of a training, whose copies are in a folder of that name."""
     return is_label(name) and name not in _TAKEN and parse_copy_name(name) is None
 
 
@@ -412,7 +412,7 @@ def rank_files(rank: int, world_size: int) -> Names:
 
 
 def is_shared(file: str) -> bool:
-    """Say whether a file of a copy belongs to tensors that all ranks hold alike."""
+    """Return whether a file of a copy belongs to tensors that all ranks hold alike."""
     return file.startswith("alike-")
 
 

@@ -270,7 +270,7 @@ class Gathering:
         fetch: by node, the parts that it lacks; empty where the copy cannot be loaded.
         joined: another number of ranks wrote it, so each node gets all parts and joins them.
         missing: ranks that saved what none of these nodes has.
-        why: it must not be loaded, or where the missing part may be; empty: nowhere.
+        why: why it must not be loaded, or where the missing part may be; empty: neither is known.
     """
 
     name: str

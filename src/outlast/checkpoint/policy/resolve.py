@@ -93,7 +93,7 @@ class Mark:
             raise ValueError(f"{text[:80]!r} is no mark; its reason is nested too deeply") from None
 
     def covers(self, tier: str, name: str, digest: str) -> bool:
-        """Say whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
+        """Return whether it is about a copy; ``digest`` of its manifest, empty when that is not known."""
         if self.is_general:
             after, _, generation = self.name.removeprefix(_LATER).partition(".g")
             found = parse_copy_name(name)
@@ -158,7 +158,7 @@ class Marks:
         return max(found, key=strictness, default=None)
 
     def doubted(self, name: str) -> bool:
-        """Say whether something speaks against a copy of this name in some tier."""
+        """Return whether something speaks against a copy of this name in some tier."""
         return self.against(name) is not None
 
 
@@ -352,7 +352,7 @@ def resolve(inventories: Sequence[Sequence[Copy]], avoid: Collection[str], run_i
 
 
 def _is_left_over(found: dict[int, Copy], ranks: int) -> bool:
-    """Say whether a copy is in memory here and there only: other nodes have dropped it for a newer one."""
+    """Return whether a copy is in the memory of some nodes only: others have dropped it for a newer one."""
     return len(found) < ranks and all(copy.state is CopyState.WHOLE and copy.part for copy in found.values())
 
 
@@ -422,7 +422,7 @@ def _path(generation: int, origins: Mapping[int, str | None]) -> dict[int, float
 
 @dataclass(frozen=True)
 class Removal:
-    """A copy that retention gives up."""
+    """A copy that retention removes."""
 
     name: str
     reason: str

@@ -103,7 +103,7 @@ class Form:
     strides: _Shape | None = None
 
     def in_parts(self, meshes: Sequence[Sequence[int]]) -> bool:
-        """Say whether a rank has less than the whole of it."""
+        """Return whether a rank has less than the whole of it."""
         mesh = () if self.mesh is None else meshes[self.mesh]
         divided = any(mesh[along] > 1 for _, along in self.cuts)
         return divided or (self.part is not None and self.part[1] != self.shape)
@@ -301,7 +301,7 @@ def in_order(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Say whether the elements of a tensor fill a block of memory, in whatever order."""
+    """Return whether the elements of a tensor fill a block of memory, in whatever order."""
     if len(shape) != len(strides):
         return False
     expected = 1

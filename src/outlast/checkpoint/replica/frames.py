@@ -309,7 +309,7 @@ class Channel:
             self.done += len(chunk)
 
     def has_answer(self) -> bool:
-        """Say whether something has arrived: before it is due, it is a refusal or the end."""
+        """Return whether something has arrived: before it is due, it is a refusal or the end."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0))

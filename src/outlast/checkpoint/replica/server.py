@@ -76,7 +76,7 @@ Bytes = Annotated[int, codec.Meta(ge=0, le=MOST_BYTES)]
 
 
 def _is_file(name: str) -> bool:
-    """Say whether a file of a copy can have a name."""
+    """Return whether a file of a copy can have a name."""
     match = _FILE.fullmatch(name)
     numbers = (int(match[1]), int(match[2])) if match else (0, 0)
     own = numbers[0] < numbers[1] and name in (*rank_files(*numbers), *alike_files(*numbers))
@@ -330,7 +330,7 @@ class Listener:
         text = text if peer in text else f"peer {peer}: {text}; its connection was closed"
         try:
             self._terms.report(text)
-        except Exception:  # noqa: BLE001 - who cannot hear about a failure must not add one
+        except Exception:  # noqa: BLE001 - if the failure cannot be reported, no other one follows
             return
 
 

@@ -51,7 +51,7 @@ class Mapping(mmap.mmap):
     tried = False  # to register it
 
     def register(self, device: int | None, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Register it once; where the driver refuses, copies into it are slower and nothing else.
+        """Register it once; if the driver refuses, copies into it are slower, and nothing else changes.
 
         On a thread of its own: an error of the driver stays with the thread until some other call reports it.
 
@@ -243,11 +243,11 @@ class Buffers:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            self._changed.wait(min(left, _AGAIN))  # the writer tells of nothing
+            self._changed.wait(min(left, _AGAIN))  # the writer gives no notice
         return True
 
     def _hurried(self) -> bool:
-        """Return whether no buffer is being made; one that is goes on without pauses."""
+        """Return whether no buffer is being made; if one is, its thread makes no more pauses."""
         if self._making:
             self._awaited.set()
         return not self._making
@@ -302,7 +302,7 @@ class Buffers:
             return None
         makes = took = False
 
-        def taken_or_hurried() -> bool:  # what is being made is sooner ready than another one
+        def taken_or_hurried() -> bool:  # a buffer that is being made is ready before a new one
             nonlocal took
             took = self._take(path)
             return took or self._hurried()
@@ -403,9 +403,9 @@ class Buffers:
             self._end_making()
 
     def _take(self, path: Path) -> bool:
-        """Take a buffer out of the pool, rather one that is mapped; return whether there was one.
+        """Take a buffer out of the pool, preferably a mapped one; return whether there was one.
 
-        While none is being made, the makers of those that are hidden were killed.
+        While none is being made, hidden ones were left by makers that were killed.
 
         Args:
             path: its name from now on.

@@ -108,7 +108,7 @@ def shortage(demand: Demand, rooms: Mapping[str, int], buffers: int) -> str:
 
 
 def is_memory(folder: Path) -> bool:
-    """Say whether a folder is on a file system in memory."""
+    """Return whether a folder is on a file system in memory."""
     found = (ctypes.c_long * 32)()  # struct statfs, which begins with the type, has 15 words
     return ctypes.CDLL(None).statfs(os.fsencode(folder), found) == 0 and found[0] in _MEMORY_FILE_SYSTEMS
 

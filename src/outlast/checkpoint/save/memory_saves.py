@@ -39,7 +39,7 @@ class MemorySaves:
         self._trained = 0
 
     def due(self, step: int) -> str:
-        """Return why the state after a step is saved in memory; empty: it is not one of the multiples."""
+        """Return why the state after a step is saved in memory; empty: it is not."""
         return f"memory every {self.steps} steps" if step > 0 and step % self.steps == 0 else ""
 
     def trained(self, seconds: float) -> None:
@@ -48,10 +48,10 @@ class MemorySaves:
         self._trained += 1
 
     def settle(self, clock: Callable[[], float]) -> float:
-        """Return when a save begins, from which its cost is counted.
+        """Return the time from which the cost of a save is counted.
 
-        Where the cost will be used, the device first finishes what training gave it: the first copy would
-        wait for that, and it would count as the save's. It counts as training's.
+        If the cost will be used, the device first finishes the work of training. The first copy would wait
+        for that work, whose time would count as the save's; now it counts as the training's.
 
         Args:
             clock: monotonic seconds.
@@ -65,7 +65,7 @@ class MemorySaves:
         return now
 
     def saved(self, seconds: float, exchange: Exchange, now: float) -> None:
-        """Take in the duration of a save in memory; all ranks agree on the interval now and then."""
+        """Take in the duration of a save in memory; after some of them all ranks agree on the interval."""
         self._saves += 1
         if self._fixed or self._saves & (self._saves - 1):
             return

@@ -49,7 +49,7 @@ def digesters(threads: int) -> ThreadPoolExecutor:
 def compare(around: SaveContext, state: Mapping[str, object], spread: Spread) -> dict[str, torch.Tensor]:
     """Return what all ranks hold alike, the live tensors by key; every rank calls it at the same time.
 
-    Parts of distributed tensors are not among it: a rank has those for itself.
+    Parts of distributed tensors are not among them: each rank has its own.
 
     Args:
         around: this rank's ties to the world.

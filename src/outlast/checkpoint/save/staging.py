@@ -95,7 +95,7 @@ class Taken:
 
 
 class DeviceMoment:
-    """What the devices of some tensors had been given to do at one time, on this thread's streams.
+    """The work that the devices of some tensors had to do at one time, on this thread's streams.
 
     A copy beside training comes after it, on streams of its own: on the default stream it would wait for all
     kernels of training, and training on another stream would not wait for it. CUDA and HIP; tensors on the
@@ -124,7 +124,7 @@ class DeviceMoment:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells cheaply that live objects have changed: values, and address and version of each tensor.
+    """Shows at low cost whether live objects have changed: values, and address and version of each tensor.
 
     Random states are left out: whoever draws a number between two saves has not changed what is registered.
 
@@ -146,7 +146,7 @@ class Fingerprint:
     def changed(self, captured: Captured) -> list[str]:
         """Return what has changed since: names of objects, and keys of tensors that were written to.
 
-        A tensor that an object makes anew whenever it is asked tells nothing.
+        A tensor that an object makes anew for each ``state_dict`` shows nothing.
         """
         now = Fingerprint.of(captured)
         names = [name for name, value in now.values.items() if self.values.get(name, value) != value]
@@ -160,7 +160,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class _Copying:
-    """A state that is on its way into its files: the rank's own one, and perhaps one that ranks share."""
+    """A state that is being copied into its files: the rank's own one, and perhaps one that ranks share."""
 
     taken: Taken
     files: list[tuple[Layout, Buffer]]
@@ -171,7 +171,7 @@ class _Copying:
     cursor: object
 
     def changed(self) -> Iterator[str]:
-        """Yield the tensors whose copies are not what the tensors were when they were marked or compared."""
+        """Yield the tensors whose copies differ from the digests that were taken before the copy."""
         tensors, digests = self.taken.captured.tensors, self.taken.share.digests
         for number, (layout, buffer) in enumerate(self.files):
             image = as_tensor(buffer.memory)
@@ -231,8 +231,8 @@ class Stager:
         buffers: this rank's.
         nudge: sees to it that the writer is awake.
         threads: that copy while training stands still.
-        lazy: let what optimizers change be copied in the background; False from when a step of one may come
-            without a call of :meth:`until_copied`.
+        lazy: whether what optimizers change is copied in the background; it becomes False when an optimizer
+            may step without a call of :meth:`until_copied`.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Stager:
         self._copied = threading.Event()  # the copy is complete, and may still have to be compared
         self._copied.set()
         self._finishing: threading.Thread | None = None  # the latest save
-        atexit.register(self._join, _EXIT_PATIENCE)  # a script that ends or raises has still been saved
+        atexit.register(self._join, _EXIT_PATIENCE)  # a script that ends or raises still completes its save
         self._unreported: OSError | None = None
         self._plans = defaultdict[tuple[int, bool], Derived[tuple[list[str], CopyPlan]]](Derived)
         self._late = Derived[frozenset[str]]()
@@ -311,7 +311,7 @@ class Stager:
             copying = _Copying(taken, files, unclaim.pop_all(), late, marks, moment, cursor)
         self._copy(self._threads, copying, late=False)
         blocked = time.monotonic() - taken.began
-        # also where nothing is late: who wakes the writer may have to wait behind it
+        # also where nothing is late: the thread that wakes the writer may lose its processor to it
         thread = threading.Thread(target=self._finish, args=(copying, blocked), name="staging", daemon=True)
         self._finishing = thread  # before it runs: a signal's handler may raise, and close() must know it
         try:

@@ -126,7 +126,7 @@ def held_parts(stage: Stage, node: str) -> list[Holding]:
 
 
 def serves(copy: Copy, rank: int, world_size: int) -> bool:
-    """Say whether a copy has what a rank of such a world needs, as far as its part tells."""
+    """Return whether a copy has what a rank of such a world needs, as far as its part tells."""
     return not copy.part or (rank in copy.part and copy.world_size == world_size)
 
 
@@ -245,7 +245,7 @@ def _require(folder: StoredCopy, manifest: Manifest, ranks: Iterable[int] | None
 
 
 def _looked(tier: Tier, known: Copy, check: Callable[[Any, Manifest, Copy], None]) -> Copy:
-    """Return what a copy's manifest and a further check show, or what was known with the failure's state."""
+    """Return what a copy's manifest and a further check show; after a failure what was known before."""
     try:
         with tier.open(known.name) as folder:
             manifest, digest = read_manifest(folder, known.name)
@@ -291,7 +291,7 @@ class Pruner:
         self._newest = name
 
     def prune(self, protected: Collection[str], avoid: Collection[str]) -> None:
-        """Remove what retention gives up; see :func:`outlast.checkpoint.policy.resolve.removals`."""
+        """Remove what retention does not keep; see :func:`outlast.checkpoint.policy.resolve.removals`."""
         try:
             names = [name for name in self._tier.names() if self._is_ours(name)]
         except OSError as error:

@@ -101,7 +101,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Members:
-    """What the ranks of a generation tell their node's writer.
+    """What the ranks of a generation report to their node's writer.
 
     Args:
         generation: theirs.
@@ -264,11 +264,11 @@ class MemoryFolder:
         return self.root / _TRAININGS / training if training else self.root
 
     def introduced(self) -> bool:
-        """Say whether the ranks have said anything yet."""
+        """Return whether the ranks have said anything yet."""
         return self._members.exists()
 
     def introduce(self, members: Members) -> None:
-        """Say who the ranks are, and wake the writer."""
+        """Write who the ranks are, and wake the writer."""
         files.write_whole(self._members, codec.encode(members))
         self.ring()
 
@@ -277,7 +277,7 @@ class MemoryFolder:
         return _read(self._status, Status)
 
     def publish(self, status: Status) -> None:
-        """Say how far the writer is."""
+        """Write how far the writer is."""
         files.write_whole(self._status, codec.encode(status))
 
     def ask_to_flush(self) -> None:
@@ -287,7 +287,7 @@ class MemoryFolder:
         self.ring()
 
     def asked_to_flush(self) -> bool:
-        """Say whether anybody asked for that since the last call."""
+        """Return whether anybody asked for that since the last call."""
         try:
             self._flush.unlink()
         except OSError:
@@ -464,7 +464,7 @@ class Stage:
         return read(path, DOCUMENT_BYTES)
 
     def leave_wish(self, copy: str, session: str, wish: Mapping[str, object]) -> None:
-        """Say what else is to become of a copy that is staged already; its ranks all say the same."""
+        """Order further tiers for a copy that is staged already; its ranks all order the same."""
         files.make_folder(self.wishes, self.private)
         files.write_whole(self.wishes / f"{copy}~{session}", codec.encode(wish))
 

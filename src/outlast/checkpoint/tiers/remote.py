@@ -68,7 +68,7 @@ def _switched(options: Mapping[str, str]) -> dict[str, str | bool]:
 
 
 def put(tier: Tier, name: str, source: DirectoryTier) -> int:
-    """Bring a whole copy to a tier and return its size; one of that name that is there stays as it is.
+    """Bring a whole copy to a tier and return its size; a copy of that name in the tier stays as it is.
 
     Raises:
         DamagedCopy: manifest or COMMIT are not as they were written.
@@ -143,7 +143,7 @@ class ObjectCopy:
         return b"".join(parts)
 
     def stream(self, file: str, nbytes: int | None, take: Take) -> None:
-        """Give a file's content away in order, in parts; raises as :meth:`read` does."""
+        """Pass a file's content on in order, in parts; raises as :meth:`read` does."""
         size = self.require(file, nbytes)
         self._store.run(self._store.stream(f"{self._name}/{file}", size, take), size)
 

@@ -67,7 +67,7 @@ class CopyFolder:
         self._near = near
 
     def is_near(self, file: str) -> bool:  # noqa: ARG002 - a load from several places asks for each file
-        """Say whether a file can be used where it is, without a copy in private memory."""
+        """Return whether a file can be used where it is, without a copy in private memory."""
         return self._near
 
     @contextmanager
@@ -459,7 +459,7 @@ class DirectoryTier:
         return left
 
     def may_commit(self, generation: int) -> bool:
-        """Say whether a generation is in force on this node, as far as another one could be."""
+        """Return whether a generation is in force on this node, as far as another one could be."""
         try:
             may, left = allowed(self._lease) if self._lease else (generation, 1.0)
         except OSError:

@@ -273,7 +273,7 @@ def import_from(
     """
     content = {"dcp": _of_dcp, "torch": _of_torch_save}[form](source, leave_out)
     if not into and not isinstance(content, dict):
-        raise UsageError(f"{source} holds a {type(content).__qualname__}; say which object it is to become")
+        raise UsageError(f"{source} holds a {type(content).__qualname__}; name the object for it (--into)")
     return _commit(tier, origin, {into: content} if into else _objects(content))
 
 
@@ -281,7 +281,7 @@ def _of_dcp(source: Path, leave_out: Sequence[str]) -> Any:
     """Return the content of a folder of torch.distributed.checkpoint.
 
     DCP turns all keys into texts; those of an optimizer's state that are numbers are turned back. Its
-    metadata is a pickle: of it nothing is believed but DCP's own classes.
+    metadata is a pickle, in which only DCP's own classes are accepted.
     """
     from outlast.checkpoint.tools.dcp_reader import read_dcp
 

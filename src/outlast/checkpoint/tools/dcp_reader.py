@@ -125,7 +125,7 @@ def read_dcp(source: Path, leave_out: Sequence[str]) -> tuple[dict[str, Any], li
     Raises:
         CheckpointError: what its metadata names is no regular file in the folder.
         OSError: the file system refused.
-        Exception: any other, where its metadata is none: a pickle can put anything in the place of anything.
+        Exception: any other, if its metadata has another form, since a pickle may hold any values.
     """
     reader, planner = _Reader(source), _Planner()
     metadata = reader.read_metadata()

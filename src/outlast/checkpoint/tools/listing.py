@@ -87,7 +87,7 @@ class Entry:
         return None if self.manifest is None else self.manifest.nbytes
 
     def stranger(self, run_id: str) -> str:
-        """Say which run wrote it, "" when it is the one that is looked at, or when that is not known."""
+        """Return which run wrote it; empty: the run that is looked at, or it is not known."""
         found = self.copy.run_id
         if not run_id or not found or found == run_id:
             return ""

@@ -43,7 +43,7 @@ DIFFERS = 1
 _SHOWN = 8
 _DESCRIPTION = """\
 Compute part of a run again, from one of its checkpoints, and compare it with what the run left. The run is
-only read. Exit code 0: equal. 1: it differs, and it is said where it began. 2: nothing can be said.
+only read. Exit code 0: equal. 1: they differ, and where that begins is printed. 2: no result.
 """
 
 
@@ -433,7 +433,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where the replay and the run part.
+    """Where the replay and the run begin to differ.
 
     Args:
         right: the last step at which they were seen to be equal, or the start.
@@ -458,7 +458,7 @@ def bisect(
         start: where both begin with the same state.
         steps: at which they can be compared, ascending, all after the start.
         known: what is known without a look: whether they are equal.
-        equal: looks, which is dear.
+        equal: compares at a step, which is expensive.
     """
     said = {step: known[step] for step in steps if step in known}
     probes: list[int] = []

@@ -124,7 +124,7 @@ def set_aside(target: Target, item: Item, reason: str, damage: Mapping[str, str]
 def release(target: Target, item: Item) -> str:
     """Let a copy be loaded again, after every byte of it was read, and return its name.
 
-    It is moved out of the quarantine if it is there, and the run takes note that a person trusts it.
+    It is moved out of the quarantine if it is there, and the run records that a person trusts it.
 
     Raises:
         UsageError: it is not in quarantine and no suspect, or there is a copy of its name.
@@ -191,7 +191,7 @@ def trusted(target: Target) -> dict[str, tuple[str, str]]:
 def look_over(target: Target, chosen: Iterable[Item]) -> list[Entry]:
     """Look at copies, without reading their tensors, and at how far the run trusts them.
 
-    What speaks against a copy in any tier goes first. A trust that cannot be read is not known; a line on
+    What speaks against a copy in any tier comes first. A trust that cannot be read is not known; a line on
     standard error reports that.
     """
     try:

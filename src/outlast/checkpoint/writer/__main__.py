@@ -175,7 +175,7 @@ def _activity(pid: int) -> tuple[float, int] | None:
 
 
 def _is_writer(pid: int, root: Path) -> bool:
-    """Say whether a process of this account was started as the writer of a memory folder."""
+    """Return whether a process of this account was started as the writer of a memory folder."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             words = file.read(_FILE_BYTES).split(b"\0")

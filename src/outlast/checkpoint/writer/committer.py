@@ -346,7 +346,7 @@ class CopyCommitter:
                 self._owed[name] = {**record, **wish}
 
     def keep_for_later(self) -> bool:
-        """Say whether memory must stay: neither its newest copy nor a later generation's is on disk."""
+        """Return whether memory must stay: neither its newest copy nor a later generation's is on disk."""
         for name in sorted(self.stage.tier.names(), key=age)[-1:]:
             generation, committed = place_of(name)[1], self._tier.names()
             if name not in committed and not any(place_of(other)[1] > generation for other in committed):

@@ -99,7 +99,7 @@ class Tasks:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which the first task does otherwise.
+        """Start the thread now; otherwise the first task starts it.
 
         Raises:
             RuntimeError: there are too many.
@@ -408,7 +408,7 @@ class Uploads:
     """Brings some of the copies on disk to the global tier.
 
     Args:
-        members: say where to, and which; the leading node uploads.
+        members: have the URL, and how many copies go there; the leading node uploads.
         source: the durable folder.
         note: takes a sentence for the event log.
         ring: called when there is something to look at.

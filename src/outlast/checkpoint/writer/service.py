@@ -94,7 +94,7 @@ class Service:
                 self._remove()
 
     def _is_needed(self) -> bool:
-        """Say whether memory holds what is not on disk, or that cannot be found out."""
+        """Return whether memory holds what is not on disk, or that cannot be found out."""
         try:
             return self._committer is not None and self._committer.keep_for_later()
         except OSError as error:
@@ -102,9 +102,9 @@ class Service:
             return True
 
     def _remove(self) -> None:
-        """Remove the memory folder, which has another name before that.
+        """Rename the memory folder, and then remove it.
 
-        Ranks that are being killed with their agent would still make files in it under the name they know.
+        Ranks that are being killed with their agent may still make files under the old name.
         """
         root = self._folder.root
         if self._committer is not None and self._committer.stage.root != root:

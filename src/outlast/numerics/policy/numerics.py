@@ -19,7 +19,7 @@ from outlast.checkpoint.policy.manifest import parse_copy_name, some
 from outlast.numerics.policy.options import SPIKES, Action, Check, NumericsOptions
 from outlast.numerics.policy.tally import Limit, Observation, Spacing, Tally, Window
 
-CLEAN_STEPS = 20  # past the furthest bad step; as checkpoint/policy/copies: so many say that a fault is over
+CLEAN_STEPS = 20  # past the furthest bad step; as checkpoint/policy/copies: so many show that a fault is over
 _STEPS_KEPT = 64
 _LADDER = (Action.WARN, Action.SKIP, Action.ROLLBACK)
 _GRAVITY = tuple(Action)
