@@ -425,6 +425,18 @@ def test_suspects_that_hold_the_job_back_are_those_that_are_no_older_than_the_ne
     assert (copies.has_trusted(), copies.held_back()) == (False, (L100,)), "there is nothing else"
 
 
+@pytest.mark.parametrize(
+    ("turn", "word"),
+    [(clean(122), "proven"), (fault(Faulted(103, "corrupt", "x", agreed=101, speaks=True)), "quarantined")],
+    ids=["clean steps", "replicas differ"],
+)
+def test_a_launcher_that_takes_over_a_generation_judges_what_that_had_saved_before(
+    turn: Turn, word: str
+) -> None:
+    copies = heir_of(after(begin(2), commit(L102)))
+    assert words(after(begin(2), turn, copies=copies)) == {L102: word}
+
+
 def test_the_next_launcher_goes_on_from_the_newest_durable_copy_that_is_to_be_trusted() -> None:
     copies, found = Copies(), []
     for turns in (

@@ -157,8 +157,12 @@ class Copies:
         self._changes: list[TrustChange] = []
 
     def begin(self, generation: int) -> None:
-        """Record that a generation starts; until it has loaded something its state is a fresh one."""
+        """Record that a generation starts; until it has loaded something its state is a fresh one.
+
+        Or it continues under another launcher, which does not know what it has loaded.
+        """
         self.load(0, (), "", generation)
+        self._saved = {place for place in self._copies if _age(place)[1] == generation}
 
     def commit(self, checkpoint: str) -> None:
         """Record that a copy exists; call it before the load for copies that an earlier process left."""
