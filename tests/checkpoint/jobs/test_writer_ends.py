@@ -25,7 +25,7 @@ from outlast.checkpoint.tiers.tier import DirectoryTier
 from outlast.checkpoint.writer import __main__ as writer_main
 from outlast.checkpoint.writer.__main__ import Predecessor
 from outlast.checkpoint.writer.durable import seal
-from outlast.checkpoint.writer_process import STILL, Owner, lock_holder, own
+from outlast.checkpoint.writer_process import REMOVED, STILL, Owner, lock_holder, own
 from outlast.config import CheckpointOptions
 from outlast.errors import NoUsableCheckpoint, RunFolderUnusable
 from outlast.ipc.processes import state_of
@@ -206,6 +206,20 @@ def test_ranks_that_are_being_killed_with_the_owner_leave_nothing_in_memory(pair
         rank.join()
     until(pair.saver.ended, "the end of the saver")
     assert not pair.memory.root.exists()
+
+
+def test_what_a_writer_left_that_was_killed_while_it_removed_the_folder_is_removed(pair: Pair) -> None:
+    left = pair.memory.root.with_name(f"{pair.memory.root.name}{REMOVED}0a")
+    (left / "pool" / "0").mkdir(parents=True, mode=0o700)
+    left.chmod(0o700)
+    pair.saver.ensure()
+    writer = pair.saver.pid
+    assert writer > 0
+    os.kill(writer, signal.SIGKILL)
+    until(pair.saver.ensure, "the next writer")
+    until(lambda: not left.exists(), "the removal of what the one before had left")
+    pair.saver.hang_up()
+    until(pair.saver.ended, "the end of the saver")
 
 
 def test_ranks_that_come_while_the_memory_folder_is_removed_are_served_all_the_same(pair: Pair) -> None:

@@ -22,7 +22,15 @@ from outlast.checkpoint.replica.handshake import CREDENTIALS_BYTES, Credentials
 from outlast.checkpoint.tiers.memory_folder import MemoryFolder
 from outlast.checkpoint.writer.committer import NICENESS
 from outlast.checkpoint.writer.service import Service
-from outlast.checkpoint.writer_process import STILL, Owner, Standstill, is_of, lock_holder, others_own
+from outlast.checkpoint.writer_process import (
+    STILL,
+    Owner,
+    Standstill,
+    is_of,
+    lock_holder,
+    others_own,
+    remove_renamed,
+)
 from outlast.errors import RunFolderUnusable
 from outlast.ipc.control import Reporter
 from outlast.ipc.processes import cpu_seconds, kill_if, start_ticks
@@ -73,6 +81,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
     lock = _only_saver(folder, owner, Predecessor(folder.root, folder.lock, owner.byte, report))
     if lock < 0:
         return 1
+    remove_renamed(folder.root.parent, folder.root.name)  # its memory is needed
     try:
         service = files.when_there_is_room(
             lambda: Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease),
