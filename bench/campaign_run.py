@@ -363,7 +363,7 @@ def run(seed: int, verbose: bool = False) -> dict[str, Any]:
             wrong = str(error)
         finally:
             campaign.processes.clear()
-            for path in memory.parent.glob(f"{memory.name}*"):  # a writer renames it before it removes it
+            for path in memory.parent.glob(f"*{memory.name}"):  # a writer renames it before it removes it
                 shutil.rmtree(path, ignore_errors=True)
         log = folder / "events.jsonl"
         events = log.read_text() if log.exists() else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -30,8 +31,9 @@ from outlast.ipc.processes import Child, start, state_of
 
 MEMORY_PREFIX = "outlast-memory-"  # of the names of all memory folders; the account follows
 MEMBERS = "members.json"  # the table of ranks, in a memory folder
-REMOVED = ".removed-"  # in the name of one that is being removed
+REMOVED = "outlast-removed-"  # of the names of those that are being removed
 BELL = "bell"  # a socket there that wakes the writer
+_DRAWN = "[0-9a-f]" * 8
 _OWNERS = "owners"
 _LOCK = "lock"
 _BYTES, _NOBODY = 1 << 62, -1
@@ -121,14 +123,18 @@ def remove_abandoned(base: Path) -> None:
     Their owner died before its writer began, so that nothing is in them; or their writer died while it
     removed them.
     """
-    remove_renamed(base, f"{MEMORY_PREFIX}{os.geteuid()}-*")
+    _remove_named(base, f"{REMOVED}{_DRAWN}-{MEMORY_PREFIX}{os.geteuid()}-*")
     for root in base.glob(f"{MEMORY_PREFIX}{os.geteuid()}-*"):
         _remove_unused(root)
 
 
-def remove_renamed(base: Path, names: str) -> None:
-    """Remove memory folders that a writer has renamed for that; ``names``: a pattern of those before."""
-    for root in base.glob(f"{names}{REMOVED}*"):
+def remove_renamed(root: Path) -> None:
+    """Remove what a memory folder was renamed to for that; no live one has such a name."""
+    _remove_named(root.parent, f"{REMOVED}{_DRAWN}-{glob.escape(root.name)}")
+
+
+def _remove_named(base: Path, pattern: str) -> None:
+    for root in base.glob(pattern):
         with contextlib.suppress(OSError, RunFolderUnusable):
             files.require_private(root)
             shutil.rmtree(root, ignore_errors=True)

@@ -209,7 +209,9 @@ def test_ranks_that_are_being_killed_with_the_owner_leave_nothing_in_memory(pair
 
 
 def test_what_a_writer_left_that_was_killed_while_it_removed_the_folder_is_removed(pair: Pair) -> None:
-    left = pair.memory.root.with_name(f"{pair.memory.root.name}{REMOVED}0a")
+    root = pair.memory.root
+    left, other = (root.with_name(f"{REMOVED}0123abcd-{name}") for name in (root.name, f"{root.name}-2"))
+    other.mkdir(mode=0o700)
     (left / "pool" / "0").mkdir(parents=True, mode=0o700)
     left.chmod(0o700)
     pair.saver.ensure()
@@ -218,6 +220,7 @@ def test_what_a_writer_left_that_was_killed_while_it_removed_the_folder_is_remov
     os.kill(writer, signal.SIGKILL)
     until(pair.saver.ensure, "the next writer")
     until(lambda: not left.exists(), "the removal of what the one before had left")
+    assert other.exists(), "it is of another folder"
     pair.saver.hang_up()
     until(pair.saver.ended, "the end of the saver")
 

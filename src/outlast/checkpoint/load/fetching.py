@@ -111,7 +111,7 @@ def gather_parts(
     failed: dict[str, Gathering] = {}
     marks, than = Marks(members.avoid), on_disk
     for found in whole[:_TRIES]:
-        why = "" if place_of(found.name) <= on_disk else fetched(found)
+        why = "" if place_of(found.name) <= on_disk else fetched(found) and fetched(found)
         if not why:
             than = max(than, place_of(found.name))
             break

@@ -236,17 +236,11 @@ class Restorer:
 
         Raises:
             NoUsableCheckpoint: it has, by what is there or by what the launcher knows.
-            CheckpointError: all parts of a copy are in the memory of nodes, and could not be fetched.
         """
         torn, unusable, known = self._around.torn, self._unusable, self._marks.durable
-        if lost := next((one for one in torn if one.fetch), None):
-            raise CheckpointError(
-                f"{lost.name} is in the memory of these nodes: {lost.why}; nothing else can be loaded, and"
-                " nothing was changed; start again"
-            )
         for one in torn:
             seen = unusable.setdefault(one.name, one.reason)
-            if one.missing and seen != one.reason:
+            if (one.missing or one.fetch) and seen != one.reason:
                 unusable[one.name] = "; ".join(filter(None, (seen, one.why)))
         if not unusable and known:
             raise NoUsableCheckpoint(
@@ -258,11 +252,9 @@ class Restorer:
         if not unusable or (not known and self._never_complete(resolution)):
             return
         listed = "".join(f"\n  {name}: {reason}" for name, reason in unusable.items())
-        again = (
-            "start it again with the nodes that saved what is missing, or "
-            if any(one.missing and one.why for one in torn)
-            else ""
-        )
+        again = "start it again, or " if any(one.fetch for one in torn) else ""
+        if any(one.missing and one.why for one in torn):
+            again = "start it again with the nodes that saved what is missing, or "
         raise NoUsableCheckpoint(
             f"none of {len(unusable)} checkpoint(s) in tier {self._around.tier.name}"
             f" ({self._around.tier.folder}) can be used; nothing was loaded, and a run that has saved does"

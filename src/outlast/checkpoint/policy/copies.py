@@ -269,10 +269,9 @@ class Copies:
         if began is None:
             return
         if fault.agreed is not None:
-            # The fault shows nothing about what this generation saved before the load.
-            self._diverged[generation] = max(
-                fault.agreed, _last_before(loaded[0], generation) if loaded else -1
-            )
+            # Never since the load: the fault shows nothing about what this generation saved before it.
+            before = _last_before(loaded[0], generation) if loaded else -1
+            self._diverged[generation] = before if fault.agreed < 0 else fault.agreed
             _trim(self._diverged, _DOUBTED_KEPT)
         was_alike = fault.agreed is not None and fault.agreed >= began  # what was loaded was compared, too
         soon = fault.speaks and reached - began < CLEAN_STEPS and not was_alike

@@ -268,7 +268,7 @@ class Stager:
 
     def _join(self, timeout: float) -> bool:
         """Wait for the thread of the latest save; return whether it has ended."""
-        if self._finishing is not None and self._finishing.ident is not None:  # else it never began
+        if self._finishing is not None and self._finishing.is_alive():
             self._finishing.join(timeout)
         return not self._is_finishing()
 
@@ -321,8 +321,8 @@ class Stager:
             except RuntimeError:  # the interpreter ends, or the system refuses another thread
                 self._finish(copying, blocked)
         except BaseException:
-            if not poll(lambda: thread.ident is not None, _START_SECONDS):  # nothing else ends the wait
-                self._copied.set()
+            if not poll(lambda: thread.is_alive() or self._copied.is_set(), _START_SECONDS):
+                self._copied.set()  # nothing else ends the wait for the copy
             raise
         return waited
 

@@ -197,8 +197,8 @@ def look_over(target: Target, chosen: Iterable[Item]) -> list[Entry]:
     try:
         standing = trusted(target)
     except RunFolderUnusable as error:
-        standing = {}
-        sys.stderr.write(f"[outlast] how far the copies are trusted is not known: {clean(str(error))}\n")
+        standing, why = {}, clean(str(error)).partition(";")[0]  # not what to do about it
+        sys.stderr.write(f"[outlast] how far the copies are trusted is not known: {why}\n")
     against = {_name(place): one for place, one in reversed(standing.items()) if one[0] in AGAINST}
     return [
         replace(look(item), trust=against.get(item.name, standing.get(f"{LOCAL}/{item.name}")))

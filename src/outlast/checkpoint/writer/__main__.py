@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import math
 import os
 import platform
 import signal
@@ -42,6 +44,7 @@ IO_PRIORITY = 7  # the lowest of the best-effort class; NVRx and Megatron --asyn
 _BEST_EFFORT = 2
 OOM_SCORE, _MOST_OOM_SCORE = 500, 1000  # thousandths of all memory
 PREDECESSOR_PATIENCE = 600.0
+_LOCK_PATIENCE = 5.0  # for a file system whose locks do not work; shorter than what counts as a short life
 _FILE_BYTES = 1 << 16  # of a file of /proc
 _PROGRAM = b"outlast.checkpoint.writer"
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -81,7 +84,7 @@ def main(root: str, link: str, byte: str, control: str, events: str, lease: str 
     lock = _only_saver(folder, owner, Predecessor(folder.root, folder.lock, owner.byte, report))
     if lock < 0:
         return 1
-    remove_renamed(folder.root.parent, folder.root.name)  # its memory is needed
+    remove_renamed(folder.root)  # its memory is needed
     try:
         service = files.when_there_is_room(
             lambda: Service(folder, owner, sink, lambda: is_of(folder.lock, lock), credentials, lease),
@@ -200,7 +203,7 @@ def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) ->
     Also when the owner has gone meanwhile, and the folder has another: whatever is staged is its writer's.
     The kernel names who holds such a lock; it is lost when this process closes any descriptor of the file.
     """
-    deadline = time.monotonic() + PREDECESSOR_PATIENCE
+    deadline, fail_since = time.monotonic() + PREDECESSOR_PATIENCE, math.inf
     while time.monotonic() < deadline and not owner.replaced(folder.root):
         try:
             folder.make()
@@ -214,9 +217,13 @@ def _only_saver(folder: MemoryFolder, owner: Owner, predecessor: Predecessor) ->
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_of(folder.lock, lock):
                 return lock
-        except OSError:
-            with contextlib.suppress(OSError, RunFolderUnusable):  # the locks of that file system do not work
-                predecessor.look(time.monotonic())
+        except OSError as error:
+            now = time.monotonic()
+            fail_since = math.inf if error.errno in (errno.EAGAIN, errno.EACCES) else min(fail_since, now)
+            if now > fail_since + _LOCK_PATIENCE:
+                raise
+            with contextlib.suppress(OSError, RunFolderUnusable):
+                predecessor.look(now)
             time.sleep(0.02)
         os.close(lock)
     return -1

@@ -110,8 +110,8 @@ class Service:
         if self._committer is not None and self._committer.stage.root != root:
             shutil.rmtree(self._committer.stage.root, ignore_errors=True)
         with contextlib.suppress(OSError):  # somebody else has removed it
-            root.rename(root.with_name(f"{root.name}{REMOVED}{os.urandom(4).hex()}"))
-        remove_renamed(root.parent, root.name)
+            root.rename(root.with_name(f"{REMOVED}{os.urandom(4).hex()}-{root.name}"))
+        remove_renamed(root)
 
     def _wait(self) -> None:
         sources: list[int] = [self._bell.fileno()]
