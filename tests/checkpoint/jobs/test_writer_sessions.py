@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outlast.checkpoint.policy.joint import Complete
+from outlast.checkpoint.policy.joint import Complete, Report, Written
 from outlast.checkpoint.policy.manifest import copy_name
 from outlast.checkpoint.replica.handshake import NOBODY
 from outlast.checkpoint.tiers.memory_folder import Members, Peer, Stage, Status, Together, staged_file
@@ -89,6 +89,39 @@ def test_a_loss_that_is_found_after_the_owner_has_gone_is_recorded(tmp_path: Pat
         assert [one.step for one in records if isinstance(one, SaveLost)] == [7]
         assert committer.status.lost_step == 7
     finally:
+        committer.close()
+
+
+def test_what_is_being_written_is_not_removed_as_a_file_of_an_earlier_session(tmp_path: Path) -> None:
+    """Each of two nodes has a disk of its own; a copy ends while the next one is written here."""
+    nodes = (Peer("a", (0,), "127.0.0.1", 9), Peer("b", (1,), "127.0.0.1", 9))
+    together = Together("a", "127.0.0.1", shared=False, nodes=nodes)
+    members = Members(2, "now", "run-a", 2, (0,), str(tmp_path / "disk"), str(tmp_path / "memory"), 3)
+    members = dataclasses.replace(members, together=together)
+    over, rang = threading.Event(), threading.Event()
+    disk, records = Tasks("disk", rang.set), list[Record]()
+    committer = CopyCommitter(members, disk, Status(1), records.append, NOBODY)
+    try:
+        committer.look()
+        path = Path(members.tier) / f".tmp-{copy_name(8, 2)}-0123abcd"
+        path.mkdir(parents=True)
+        disk.begin(Task("write", copy_name(8, 2), lambda: over.wait() and None))
+        assert committer.team is not None
+        assert committer.team.leader is not None
+        for node in "ab":
+            committer.team.leader.hear(
+                Report(node, "now", written=(Written(copy_name(7, 2), session="now"),))
+            )
+        committer._complete[copy_name(7, 2)] = Complete(copy_name(7, 2), session="now")
+        committer.look()
+        assert [one.step for one in records if isinstance(one, Saved)] == [7]
+        assert path.exists()
+        over.set()
+        assert rang.wait(60.0)
+        committer.look()
+        assert not path.exists(), "nothing is written any more"
+    finally:
+        over.set()
         committer.close()
 
 

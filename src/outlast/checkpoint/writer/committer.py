@@ -654,7 +654,7 @@ class CopyCommitter:
         self._untidy = True
         if not self._alone and not self._swept:
             self._swept = True
-            self._sweep()
+            self._sweep_disk()
 
     def _drop_all(self) -> None:
         """Record the loss of all that is due: each copy would be refused as the latest was, after a wait."""
