@@ -56,7 +56,7 @@ class Captured:
         tensors: by key, "model.blocks.0.weight"; of a distributed tensor the part that this rank has.
         aliases: keys of tied tensors, each with the key that stands for it.
         random: the random states.
-        pieces: of which whole the distributed tensors are parts, by key.
+        pieces: where a part of a distributed tensor is in the whole, by key.
         parameters: what each optimizer steps, in its order; see :func:`parameters_of`.
         flags: of each module.
         form: the same object in two captures only if the tensors have kept keys, addresses, shapes, strides
@@ -138,7 +138,7 @@ class _Keys:
     Args:
         of_each: in the order of the walk; of a tied tensor the key that stands for it.
         aliases: keys of tied tensors, each with the key that stands for it.
-        pieces: of which whole the distributed tensors are parts, by key.
+        pieces: where a part of a distributed tensor is in the whole, by key.
     """
 
     of_each: list[str]

@@ -328,7 +328,7 @@ class _Plan:
     def merged(self) -> RankFile:
         """Return the documents of all ranks as one, with what this rank has use for.
 
-        It has the parameters of the optimizers of which all ranks step the same, and no flags.
+        It has the parameters of an optimizer if all ranks step the same ones, and no flags.
 
         Raises:
             CheckpointMismatch: they cannot be put together; names the first few reasons.

@@ -98,7 +98,7 @@ class Restorer:
         self._groups.begin(self._state)
         try:
             return self._restore()
-        except BaseException:
+        except BaseException:  # raised again: an interrupt, too, must not leave changed groups
             self._groups.undo()
             raise
         finally:
@@ -235,7 +235,7 @@ class Restorer:
         """Check that a run of which nothing can be loaded has never saved.
 
         Raises:
-            NoUsableCheckpoint: it has, by what is there or by what the launcher knows.
+            NoUsableCheckpoint: it has saved; files, or the marks of the launcher, show that.
         """
         torn, unusable, known = self._around.torn, self._unusable, self._marks.durable
         for one in torn:

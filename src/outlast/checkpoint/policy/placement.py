@@ -294,7 +294,7 @@ def gatherings(
     avoid: Collection[str],
     left: int = -1,
 ) -> tuple[Gathering, ...]:
-    """Return the copies of a run of which nodes have parts, the newest first and suspects last.
+    """Return the copies whose parts nodes have, the newest first and suspects last.
 
     Args:
         holdings: of all nodes.

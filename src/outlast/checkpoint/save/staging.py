@@ -320,7 +320,7 @@ class Stager:
                 thread.start()
             except RuntimeError:  # the interpreter ends, or the system refuses another thread
                 self._finish(copying, blocked)
-        except BaseException:
+        except BaseException:  # raised again, once it is known whether the thread runs
             if not poll(lambda: thread.is_alive() or self._copied.is_set(), _START_SECONDS):
                 self._copied.set()  # nothing else ends the wait for the copy
             raise

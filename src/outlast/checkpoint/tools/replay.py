@@ -404,8 +404,8 @@ def plan(
     """Return what to compute again, or why nothing can be compared.
 
     Args:
-        copies: for each step of which there is a whole copy, how far the run believes it ("proven", ...).
-        records: steps of which digests were recorded.
+        copies: by step of each whole copy, how far the run trusts it ("proven", ...).
+        records: steps with recorded digests.
         start: begin with the copy of this step, 0: with none; None: with the newest proven one that has
             something to compare behind it, else the oldest.
         end: compare no step beyond it; None: all that there is.
